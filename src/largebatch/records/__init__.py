@@ -1,0 +1,1 @@
+"""What does a run write to disk, and nothing else? No torch here: a report needs only this room."""

@@ -1,0 +1,108 @@
+"""What is trained? One small object: data, model, loss, goals, unit.
+
+A user's own task is a Python file that defines `task = Task(...)`, or `def task(data): return Task(...)`
+when it reads files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from largebatch.errors import ConfigError
+from largebatch.recipe.recipe import Recipe
+from largebatch.units import check_unit
+
+
+class Split(Protocol):
+    """Examples that can be fetched by index."""
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, indices: Tensor) -> Any:
+        """Return one batch: whatever the task's `loss`, `errors` and `count` take."""
+        ...
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """Examples held whole in memory: tensors that share their first dim (num_examples)."""
+
+    tensors: tuple[Tensor, ...]
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def fetch(self, indices: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows at `indices`, shape (len(indices), ...), of every tensor."""
+        return tuple(tensor[indices] for tensor in self.tensors)
+
+
+def count_rows(batch: Any) -> int:
+    """Units in a batch that is a tuple of tensors, one unit a row."""
+    return len(batch[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A thing to train, with everything a study needs to know about it.
+
+    `loss` and `errors` return SUMS over the batch's units, never means: uneven microbatches and token
+    counts then add up exactly (Goyal 2017, remark 3).
+    """
+
+    name: str
+    """What it is called on the command line and in records."""
+    train: Split
+    """Training examples."""
+    held_out: Split
+    """Examples never trained on; their error is reported."""
+    model: Callable[[], nn.Module]
+    """Makes fresh weights; called under the run's seed."""
+    loss: Callable[[nn.Module, Any], Tensor]
+    """(model, batch) -> sum of the losses of the batch's units, a scalar that can be differentiated."""
+    errors: Callable[[nn.Module, Any], Tensor]
+    """(model, batch) -> sum of the errors of the batch's units (for classes: how many are wrong)."""
+    recipe: Recipe
+    """What the baseline is trained with: reference batch and lr, epochs, warmup, decay, momentum."""
+    goals: tuple[float, ...] | None = None
+    """Losses on the goal examples to be reached, hardest last, at least 3; None: taken from a baseline run."""
+    unit: str = "examples"
+    """What a batch counts."""
+    count: Callable[[Any], int] = count_rows
+    """Units in a batch."""
+    augment: Callable[[Any, Tensor], Any] | None = None
+    """(batch, draws) -> batch, with draws of shape (num_examples, 8), uniform in [0, 1), fixed by
+    (seed, epoch, index): the same for any world size."""
+    num_goal_examples: int = 1024
+    """Size of the fixed training subset on which goals are measured."""
+    max_microbatch: int = 4096
+    """Largest number of examples in one forward/backward."""
+
+    def __post_init__(self) -> None:
+        check_unit(self.unit)
+        if self.goals is not None and (len(self.goals) < 3 or list(self.goals) != sorted(self.goals, reverse=True)):
+            raise ConfigError(
+                f"task {self.name!r} needs at least 3 goals, the hardest (smallest loss) last; got {self.goals}."
+            )
+        if len(self.train) < 2 * self.recipe.reference_batch:
+            raise ConfigError(
+                f"task {self.name!r} has {len(self.train)} training examples, too few for a reference batch of "
+                f"{self.recipe.reference_batch}: at least two batches are needed."
+            )
+
+
+def cross_entropy_sum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Sum over the batch of the cross-entropy (nats) of class logits, shape (num_examples, num_classes)."""
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+
+
+def count_wrong(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """How many of the batch's examples are classified wrongly."""
+    inputs, labels = batch
+    return (model(inputs).argmax(dim=-1) != labels).sum().to(torch.float32)
