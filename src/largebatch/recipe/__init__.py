@@ -1,0 +1,1 @@
+"""What must change when the batch does?"""

@@ -1,0 +1,177 @@
+"""Which learning rate goes with which batch?
+
+Pure functions of numbers. The scaling rules answer from the batch alone; the noise-scale rule needs a
+measured `b_simple`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from largebatch.errors import ConfigError
+
+ScalingRule = Callable[[float, int, int], float]
+"""(reference_lr, reference_batch, batch) -> lr."""
+
+
+def linear(reference_lr: float, reference_batch: int, batch: int) -> float:
+    """Learning rate in proportion to the batch: k times the batch goes with k times the rate.
+
+    Assumes plain or momentum SGD whose gradients change little over the k small steps that one large step
+    replaces; it holds down to k < 1 as well, and breaks early in training (hence warmup) and beyond a largest batch.
+
+    Args:
+        reference_lr: rate tuned at `reference_batch`, > 0.
+        reference_batch: units in a step of the baseline, >= 1.
+        batch: units in a step now, >= 1.
+
+    Returns:
+        The rate at `batch`.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    >>> linear(0.1, 256, 8192)
+    3.2
+
+    Source: Goyal 2017, sec. 2.1, linear scaling rule.
+    """
+    _check(reference_batch=reference_batch, batch=batch, reference_lr=reference_lr)
+    return reference_lr * (batch / reference_batch)
+
+
+def sqrt(reference_lr: float, reference_batch: int, batch: int) -> float:
+    """Learning rate in proportion to the square root of the batch: keeps the variance of an update.
+
+    Args, Returns, Raises: as `linear`.
+
+    >>> sqrt(0.1, 64, 1024)
+    0.4
+
+    Source: Krizhevsky 2014 (theory, not what it used); worse than linear for SGD in Goyal 2017, Table 2a.
+    """
+    _check(reference_batch=reference_batch, batch=batch, reference_lr=reference_lr)
+    return reference_lr * math.sqrt(batch / reference_batch)
+
+
+def none(reference_lr: float, reference_batch: int, batch: int) -> float:
+    """Learning rate left as it was tuned, whatever the batch.
+
+    Args, Returns, Raises: as `linear`.
+
+    >>> none(0.1, 256, 8192)
+    0.1
+
+    Source: the control of Goyal 2017, Table 2a.
+    """
+    _check(reference_batch=reference_batch, batch=batch, reference_lr=reference_lr)
+    return reference_lr
+
+
+RULES: dict[str, ScalingRule] = {"linear": linear, "sqrt": sqrt, "none": none}
+"""The rules a recipe can name."""
+
+SOURCES: dict[str, str] = {
+    "linear": "Goyal 2017, sec. 2.1",
+    "sqrt": "Krizhevsky 2014; Goyal 2017, Table 2a",
+    "none": "Goyal 2017, Table 2a",
+}
+"""Where each rule comes from."""
+
+
+def scaled_lr(rule: str, reference_lr: float, reference_batch: int, batch: int) -> float:
+    """Learning rate at `batch` by the rule of that name.
+
+    Args:
+        rule: one of `RULES`.
+        reference_lr, reference_batch, batch: as `linear`.
+
+    Returns:
+        The rate at `batch`.
+
+    Raises:
+        ConfigError: the rule is not known (the sentence names those that are), or a number is out of its range.
+
+    >>> scaled_lr("linear", 0.02, 64, 512)
+    0.16
+    """
+    return RULES[check_rule(rule)](reference_lr, reference_batch, batch)
+
+
+def check_rule(rule: str) -> str:
+    """Return `rule` if it is the name of a scaling rule, else raise ConfigError."""
+    if rule not in RULES:
+        raise ConfigError(
+            f"learning-rate rule {rule!r} is not known. Use one of: {', '.join(RULES)}; "
+            f"or give the learning rate itself with the name of the rule that chose it."
+        )
+    return rule
+
+
+def noise_scale_lr(eps_max: float, b_simple: float, batch: int) -> float:
+    """Learning rate that makes the most of one step when the noise scale is `b_simple`.
+
+    Linear in the batch far below the noise scale, flat at `eps_max` far above it, half of it where they are equal.
+    Assumes SGD on a loss that is quadratic over one step, with the Hessian in proportion to the identity
+    (`b_simple` stands for the exact noise scale).
+
+    Args:
+        eps_max: the best rate of a step without noise, > 0.
+        b_simple: gradient noise scale in the unit of `batch`, >= 0.
+        batch: units in a step, >= 1.
+
+    Returns:
+        eps_max / (1 + b_simple / batch).
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    >>> noise_scale_lr(0.27, 96, 96)
+    0.135
+
+    Source: McCandlish 2018, eq. (2.6), with b_simple of (2.9) for b_noise.
+    """
+    _check(batch=batch, eps_max=eps_max)
+    _check_noise_scale(b_simple)
+    return eps_max / (1.0 + b_simple / batch)
+
+
+def eps_max_from(lr: float, b_simple: float, batch: int) -> float:
+    """The rate of a step without noise, from the rate `lr` tuned at `batch`: the inverse of `noise_scale_lr`.
+
+    Args:
+        lr: rate tuned at `batch`, > 0.
+        b_simple: gradient noise scale in the unit of `batch`, >= 0.
+        batch: units in a step, >= 1.
+
+    Returns:
+        lr * (1 + b_simple / batch).
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    >>> eps_max_from(0.135, 96, 96)
+    0.27
+
+    Source: McCandlish 2018, eq. (2.6), solved for eps_max.
+    """
+    _check(batch=batch, lr=lr)
+    _check_noise_scale(b_simple)
+    return lr * (1.0 + b_simple / batch)
+
+
+def _check(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if name.endswith("batch") and not value >= 1:
+            raise ConfigError(f"{name} counts the units of a step and is at least 1; got {value!r}.")
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{name} is a finite number above 0; got {value!r}.")
+
+
+def _check_noise_scale(b_simple: float) -> None:
+    if not (b_simple >= 0 and math.isfinite(b_simple)):
+        raise ConfigError(
+            f"b_simple is a finite number of at least 0; got {b_simple!r}. "
+            f"An unresolved noise scale gives no learning rate: measure for more steps."
+        )
