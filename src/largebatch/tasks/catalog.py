@@ -1,0 +1,65 @@
+"""Which task does a name on the command line mean?"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+
+from largebatch.errors import ConfigError
+from largebatch.tasks.task import Task
+
+
+def _digits(data: Path | None) -> Task:
+    from largebatch.tasks.digits import load
+
+    return load(data)
+
+
+def _fashion_mnist(data: Path | None) -> Task:
+    from largebatch.tasks.fashion_mnist import load
+
+    return load(data)
+
+
+def _mnist(data: Path | None) -> Task:
+    from largebatch.tasks.mnist import load
+
+    return load(data)
+
+
+TASKS: dict[str, tuple[str, Callable[[Path | None], Task]]] = {
+    "digits": ("1,797 real digits of 8x8 pixels inside scikit-learn, a small MLP: seconds, no download", _digits),
+    "fashion-mnist": ("70,000 real pictures of clothes of 28x28 pixels, a small CNN: minutes", _fashion_mnist),
+    "mnist": ("real digits of 28x28 pixels, all 70,000 or 10,000 of them, a small CNN: minutes", _mnist),
+}
+"""Name -> (one line about it, what makes it from --data)."""
+
+
+def load_task(name_or_path: str, data: Path | None = None) -> Task:
+    """Make the task that a name or a path to a Python file stands for.
+
+    Args:
+        name_or_path: a name in `TASKS`, or the path of a file that ends in .py.
+        data: the directory of the task's files; None looks in the usual places.
+
+    Returns:
+        The task, its data in memory.
+
+    Raises:
+        ConfigError: there is no such task or file, or the file defines no task.
+        DataError: a data file is missing, cut short or not what it should be.
+        MissingExtraError: the task needs a package that is not installed.
+    """
+    if name_or_path in TASKS:
+        return TASKS[name_or_path][1](data)
+    if name_or_path.endswith(".py"):
+        from largebatch.tasks.user_file import load
+
+        return load(Path(name_or_path), data)
+    near = difflib.get_close_matches(name_or_path.lower().replace("_", "-"), TASKS, n=2, cutoff=0.5)
+    meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    raise ConfigError(
+        f"there is no task {name_or_path!r}.{meant} Tasks: {', '.join(sorted(TASKS))}; "
+        "or give the path of a Python file that defines `task`."
+    )
