@@ -88,8 +88,8 @@ class Recipe:
             raise ConfigError(f"warmup_epochs is at least 0; got {self.warmup_epochs!r}.")
         if self.warmup_epochs >= self.epochs:
             raise ConfigError(
-                f"a warmup of {self.warmup_epochs:g} epochs does not end within the run of {self.epochs} epochs: the target "
-                f"learning rate would never be used. Use a warmup_epochs below {self.epochs}, or more epochs."
+                f"a warmup of {self.warmup_epochs:g} epochs does not end within the run of {self.epochs} epochs: "
+                f"the target learning rate would never be used. Use warmup_epochs below {self.epochs}, or more epochs."
             )
         if any(later <= earlier for earlier, later in zip(self.decay_epochs, self.decay_epochs[1:], strict=False)):
             raise ConfigError(f"decay_epochs must increase; got {self.decay_epochs}.")
