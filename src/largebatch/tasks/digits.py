@@ -32,7 +32,9 @@ def load(data: Path | None = None) -> Task:
         MissingExtraError: scikit-learn is not installed.
     """
     if data is not None:
-        raise ConfigError(f"task 'digits' is inside scikit-learn and reads no files; got data={data}. Leave --data out.")
+        raise ConfigError(
+            f"task 'digits' is inside scikit-learn and reads no files; got data={data}. Leave --data out."
+        )
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
