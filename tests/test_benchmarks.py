@@ -20,7 +20,7 @@ import sys
 sys.path.insert(0, {folder!r})
 from _harness import arguments, claim
 arguments("an example", ["--quick"])
-claim("two is at most one", value={value}, goal="<= 1", holds={value} <= 1, peers={{"other 1.0": 3.0}}, how="no repeats")
+claim("it is at most 1", value={value}, goal="<= 1", holds={value} <= 1, peers={{"other 1.0": 3.0}}, how="one try")
 """
 
 
