@@ -4,8 +4,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 PEERS ?= .venv-peers
-TASK ?= digits
-OUT ?= largebatch-$(TASK)
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
@@ -19,8 +17,7 @@ help:  ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 study: $(VENV)/.stamp-study  ## install what is missing, run `largebatch study digits`, print where the report is
-	@$(BIN)/largebatch study $(TASK) --out $(OUT)
-	@echo "report: $(abspath $(OUT))/report.html"
+	@$(BIN)/largebatch study digits $(ARGS)
 
 install: $(VENV)/.stamp-test  ## install what `make test`, `make check` and `make docs` need
 

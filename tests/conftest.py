@@ -69,8 +69,8 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """Where scripts/fetch_data.sh puts data: DATA_DIR, or data/ in the repository."""
-    return Path(os.environ.get("DATA_DIR") or ROOT / "data")
+    """Where scripts/fetch_data.sh puts data, and where the tasks look for it."""
+    return Path(os.environ.get("DATA_DIR") or os.environ.get("LARGEBATCH_DATA") or ROOT / "data")
 
 
 def fetched(data_dir: Path, name: str, file: str) -> Path:
