@@ -1,0 +1,55 @@
+"""largebatch: find the batch size that is worth it, then train at it without losing accuracy."""
+
+from largebatch.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    GoalNotReachedError,
+    LargebatchError,
+    MissingExtraError,
+    RecordError,
+    StorageError,
+)
+from largebatch.noise.estimate import NoiseScale, noise_scale
+from largebatch.noise.moments import StepMoments, solve_moments
+from largebatch.noise.monitor import NoiseScaleMonitor
+from largebatch.recipe.optimizer import build_sgd
+from largebatch.recipe.recipe import Recipe, ResolvedRecipe, goyal2017_resnet50
+from largebatch.recipe.sampler import ShuffledStream, rank_slice
+from largebatch.recipe.schedule import Constant, WarmupStepDecay, as_torch_scheduler
+from largebatch.tasks.task import Task, TensorSplit, count_rows, count_wrong, cross_entropy_sum
+from largebatch.units import BatchSize, Duration
+
+__all__ = [
+    "BatchSize",
+    "CheckpointError",
+    "ConfigError",
+    "Constant",
+    "DataError",
+    "DivergedError",
+    "Duration",
+    "GoalNotReachedError",
+    "LargebatchError",
+    "MissingExtraError",
+    "NoiseScale",
+    "NoiseScaleMonitor",
+    "Recipe",
+    "RecordError",
+    "ResolvedRecipe",
+    "ShuffledStream",
+    "StepMoments",
+    "StorageError",
+    "Task",
+    "TensorSplit",
+    "WarmupStepDecay",
+    "as_torch_scheduler",
+    "build_sgd",
+    "count_rows",
+    "count_wrong",
+    "cross_entropy_sum",
+    "goyal2017_resnet50",
+    "noise_scale",
+    "rank_slice",
+    "solve_moments",
+]

@@ -6,6 +6,7 @@ appended one step at a time, readable while being written, whose torn last line 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -73,17 +74,21 @@ def plain(value: Any) -> Any:
 class JsonLines:
     """An append-only file of one JSON object a line, flushed line by line.
 
-    Opening it drops a torn last line (the writer was killed in the middle of it) and, with
-    `keep`, every line from the first for which `keep(line)` is false: a run that resumes from an older
-    checkpoint writes those steps again.
+    Opening it drops a torn last line (the writer was killed in the middle of it) and every line after the
+    first `keep`: a run that resumes from a checkpoint writes what came after it again.
     """
 
-    def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
+    def __init__(self, path: Path, keep: int | None = None) -> None:
         self.path = path
+        self.count = 0
+        """Whole lines in the file."""
+        length = 0
+        for length, _ in itertools.islice(_whole_lines(path), keep):
+            self.count += 1
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab")
-            self._file.truncate(_whole_length(path, keep))
+            self._file.truncate(length)
         except OSError as error:
             raise storage_error(path, error) from error
 
@@ -95,6 +100,7 @@ class JsonLines:
             self._file.flush()
         except OSError as error:
             raise storage_error(self.path, error) from error
+        self.count += 1
 
     def sync(self) -> None:
         """Force what was appended onto the disk (before a checkpoint that counts on it)."""
@@ -132,15 +138,6 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 return
             offset += len(line)
             yield offset, record
-
-
-def _whole_length(path: Path, keep: Callable[[dict[str, Any]], bool] | None) -> int:
-    length = 0
-    for offset, record in _whole_lines(path):
-        if keep is not None and not keep(record):
-            break
-        length = offset
-    return length
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

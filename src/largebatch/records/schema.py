@@ -39,6 +39,8 @@ class RunSpec:
     """Losses on the goal examples, hardest last; each crossing is recorded and the last one ends the run."""
     stop_after: tuple[float, ...] = ()
     """One bound in steps per goal: past it this run can no longer be the fastest to that goal."""
+    trace_loss: bool = False
+    """Whether the loss on the goal examples is recorded although there is no goal."""
     monitor: bool = False
     """Whether the gradient noise scale is measured at every step."""
     evaluate_epochs: bool = False

@@ -1,0 +1,24 @@
+"""Which verb was typed, and how does a failure end? One verb a file; here they only meet."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; a user's error is one sentence and exit code 2, Ctrl-C is 130."""
+    try:
+        import typer  # noqa: F401 - the command line is an extra
+    except ImportError:
+        sys.stderr.write(
+            "error: the command line needs the package 'typer', which is not installed. "
+            "Run: pip install 'largebatch[study]'\n"
+        )
+        sys.exit(2)
+    from largebatch.cli.app import run
+
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Which verbs are there, and how does a failure end?"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Sequence
+from types import FrameType
+
+import typer
+
+from largebatch.cli import report, study, tasks, train
+from largebatch.cli.output import fail
+from largebatch.errors import LargebatchError
+
+app = typer.Typer(
+    name="largebatch", no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Find the batch size that is worth it, then train at it without losing accuracy.",
+)  # fmt: skip
+app.command("study", help=study.HELP)(study.study_command)
+app.command("train", help=train.HELP)(train.train_command)
+app.command("report", help=report.HELP)(report.report_command)
+app.command("tasks", help=tasks.HELP)(tasks.tasks_command)
+
+
+class _StoppedError(BaseException):
+    """Ctrl-C or a polite kill; no `except Exception` on the way may swallow it."""
+
+
+def _stop(_signal: int, _frame: FrameType | None) -> None:
+    raise _StoppedError
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; return its exit code: 2 for a user's error, 130 when it was stopped."""
+    logging.basicConfig(level=logging.WARNING, format="note: %(message)s")
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        app(args=list(arguments))
+    except LargebatchError as error:
+        fail(error)
+        return 2
+    except _StoppedError:
+        fail(Exception("stopped. Nothing finished is lost: run the same command again to go on."))
+        return 130
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0

@@ -1,0 +1,80 @@
+"""`largebatch train`: train a task at a batch size by Goyal's rules, the noise scale measured along the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from largebatch.cli.output import StudyProgress, console, print_table, write_stdout
+from largebatch.errors import DivergedError
+from largebatch.noise.monitor import NoiseScaleMonitor
+from largebatch.records.files import write_json
+from largebatch.records.schema import RunSpec
+from largebatch.study.identity import locked
+from largebatch.study.plan import Protocol, microbatch_for
+from largebatch.tasks.catalog import load_task
+from largebatch.train.loop import Progress, Run
+
+HELP = """Train TASK once: the recipe resolved for the batch, every number printed with its rule.
+
+The learning rate follows the linear rule from the task's reference batch, with gradual warmup, unless --lr is given.
+Stop it at any moment; the same command goes on from the last checkpoint.
+
+Example: largebatch train digits --batch 128
+"""
+
+
+def train_command(
+    task: Annotated[str, typer.Argument(help="A task's name, or a Python file that defines one.")],
+    batch: Annotated[int | None, typer.Option(min=1, help="Units in a step. [default: the reference batch]")] = None,
+    microbatch: Annotated[
+        int | None, typer.Option(min=1, help="Units in a forward/backward. [default: an eighth of the batch]")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate. [default: the linear rule]")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of the task's data files.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: largebatch-out/TASK-bB-seedN]")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Every draw follows from it.")] = 0,
+) -> None:
+    """Train, print the resolved recipe, the errors and the noise scale."""
+    loaded = load_task(task, data)
+    size = batch or loaded.recipe.reference_batch
+    resolved = loaded.recipe.resolve(size, len(loaded.train), lr=lr, rule="--lr" if lr else None)
+    print_table(
+        f"{loaded.name} at batch {size}", ("number", "value", "rule", "source"),
+        [(number.name, f"{number.value:g}" if isinstance(number.value, float) else number.value, number.rule,
+          number.source) for number in resolved.numbers],
+    )  # fmt: skip
+    part = microbatch or (microbatch_for(size, Protocol()) if size > 1 else 1)
+    spec = RunSpec(
+        task=loaded.name, role="train", batch=size, microbatch=part, lr=resolved.lr, schedule="goyal", seed=seed,
+        max_steps=resolved.num_steps, monitor=part < size, evaluate_epochs=True,
+    )  # fmt: skip
+    folder = out or Path("largebatch-out") / f"{Path(task).stem}-b{size}-seed{seed}"
+    noise: list[str] = []
+    torch.set_num_threads(1)  # the bits of a run do not depend on how many cores there are
+    with locked(folder), StudyProgress() as progress:
+        progress.on_phase("train", f"{resolved.num_steps} steps, learning rate up to {resolved.lr:.4g}")
+
+        def on_step(where: Progress, loss: float, monitor: NoiseScaleMonitor | None) -> None:
+            progress.on_step(where, loss, monitor, resolved.num_steps)
+            if monitor is not None and where.step == resolved.num_steps:
+                noise.append(str(monitor.noise_scale))
+                write_json(folder / "noise_scale.json", {"noise_scale": noise[-1]})
+
+        record = Run(loaded, spec, folder, on_step=on_step, keep_model=True).run()
+    if record.status == "diverged":
+        raise DivergedError(
+            f"training diverged at step {record.steps} of {resolved.num_steps} (batch {size}, learning rate "
+            f"{resolved.lr:.4g}). Lower --lr or --batch; `largebatch study {task}` finds how large a batch this task bears."
+        )
+    rows = [
+        (int(row["epoch"]), f"{row['train_loss']:.4f}", f"{100 * row['error']:.2f} %", f"{row['held_out_loss']:.4f}")
+        for row in record.epochs
+    ]
+    print_table("", ("epoch", "train loss", "held-out error", "held-out loss"), rows)
+    for line in noise:
+        console.print(line, soft_wrap=True)
+    write_stdout(str(folder / "run.json"))

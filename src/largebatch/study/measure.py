@@ -1,0 +1,100 @@
+"""What is learned at the baseline batch alone: goals, a tuned learning rate, the noise scale, a prediction?"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from largebatch.errors import DivergedError, GoalNotReachedError
+from largebatch.records.files import read_lines
+from largebatch.records.schema import RunRecord
+from largebatch.study.context import Context
+from largebatch.study.plan import microbatch_for, pick_goals
+from largebatch.study.sweep import Search, search_lrs
+
+StepArrays = dict[str, np.ndarray]
+
+
+def run_baseline(context: Context) -> list[tuple[int, float]]:
+    """Train at the reference batch and rate; return its curve, (step, loss on the goal examples).
+
+    Raises:
+        DivergedError: the reference learning rate does not train.
+    """
+    recipe = context.task.recipe
+    steps = recipe.resolve(recipe.reference_batch, context.num_units).num_steps
+    spec = context.spec(
+        "baseline", recipe.reference_batch, recipe.reference_lr, 0, trace_loss=True, max_steps=steps
+    )
+    record = context.run([spec])[0]
+    if record.status == "diverged":
+        raise DivergedError(
+            f"the baseline diverged after {record.steps} steps at batch {spec.batch} and learning rate {spec.lr:g}. "
+            "Lower reference_lr in the task's recipe."
+        )
+    lines = read_lines(context.launcher.folder(spec) / "evaluations.jsonl")
+    return [(int(line["step"]), float(line["goal_loss"])) for line in lines]
+
+
+def set_goals(context: Context) -> None:
+    """Take the task's goals, or pick them from the baseline run."""
+    curve = run_baseline(context)
+    context.goals = context.task.goals or pick_goals(curve, context.protocol)
+
+
+def tune_reference(context: Context) -> tuple[Search, float, float]:
+    """Search the learning rate at the reference batch; return (search, fastest rate, steps to the hardest goal).
+
+    Raises:
+        DivergedError: every rate diverged.
+        GoalNotReachedError: no rate reached the hardest goal.
+    """
+    recipe = context.task.recipe
+    batch = recipe.reference_batch
+    allowance = 4 * recipe.resolve(batch, context.num_units).num_steps
+    search = search_lrs(context, {batch: recipe.reference_lr}, {batch: allowance})[batch]
+    hardest = len(context.goals) - 1
+    steps = search.best_steps(hardest)
+    if steps is None:
+        tried = ", ".join(f"{lr:.3g}" for lr in sorted(search.records))
+        if all(record.status == "diverged" for record in search.records.values()):
+            raise DivergedError(
+                f"training diverged at every learning rate tried at batch {batch} ({tried}). "
+                "Lower reference_lr in the task's recipe by a factor of 100 or check the loss."
+            )
+        best = min((record.goal_loss for record in search.records.values() if record.goal_loss is not None), default=None)
+        raise GoalNotReachedError(
+            f"no run reached the goal of loss {context.goals[-1]:.4g} within {allowance} steps at batch {batch} "
+            f"(learning rates {tried}; lowest loss at an end {best:.4g}). All runs are kept in {context.out}; "
+            "state an easier last goal in the task, or give its recipe more epochs."
+        )
+    tried = search.tried(hardest)
+    fastest = min((lr for lr in tried if tried[lr].steps is not None), key=lambda lr: (tried[lr].steps, lr))
+    return search, fastest, steps
+
+
+def measure(context: Context, lr: float, steps: float) -> tuple[RunRecord, StepArrays]:
+    """Train once more at the baseline with the monitor on; return the record and its moments, one row a step.
+
+    Args:
+        lr: the tuned learning rate.
+        steps: steps it is expected to need to the hardest goal.
+    """
+    recipe, protocol = context.task.recipe, context.protocol
+    spec = context.spec(
+        "measure", recipe.reference_batch, lr, 0, goals=context.goals, monitor=True,
+        microbatch=microbatch_for(recipe.reference_batch, protocol),
+        max_steps=math.ceil(protocol.step_allowance * steps) + 10,
+    )  # fmt: skip
+    context.measured_steps = math.ceil(steps)
+    record = context.run([spec], context.on_step)[0]
+    lines = read_lines(context.launcher.folder(spec) / "steps.jsonl")
+    names = ("step", "loss", "lr", "trace_cov", "grad_sq_norm", "sq_norm_small", "sq_norm_step")
+    arrays = {name: np.array([line[name] for line in lines if line["trace_cov"] is not None]) for name in names}
+    if record.status == "diverged" or not len(arrays["step"]):
+        raise DivergedError(
+            f"the measured run diverged after {record.steps} steps at the tuned learning rate {lr:.3g}, which is at the "
+            "edge of stability. Lower reference_lr in the task's recipe, or state easier goals."
+        )
+    return record, arrays

@@ -1,0 +1,113 @@
+"""Which numbers does a study fix before it starts, so that every choice later is a function of the results?"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from largebatch.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Protocol:
+    """The rules of a study; all of it goes into result.json."""
+
+    num_goals: int = 3
+    """Goals taken from the baseline run when the task states none."""
+    goal_fractions: tuple[float, ...] = (0.1, 0.2, 0.4)
+    """Fractions of the baseline run's steps whose losses become the goals."""
+    num_microbatches: int = 8
+    """Microbatches a step in the measured run, at most."""
+    lr_factor: float = 2**0.5
+    """Step of the learning-rate search."""
+    num_seeds: int = 3
+    """Fresh seeds at the chosen learning rate of each batch."""
+    batches_below: int = 3
+    """Doublings below the predicted critical batch size that are swept."""
+    batches_above: int = 3
+    """Doublings above it."""
+    max_batches: int = 10
+    """Batch sizes swept at most, extensions included."""
+    step_allowance: float = 3.0
+    """A run may take this many times the steps that perfect scaling would need, then it is a bound."""
+    extra_units: float = 0.2
+    """The recommended batch costs at most this fraction more units than the baseline."""
+    num_large_seeds: int = 5
+    """Seeds of every full training run."""
+    large_factor: int = 8
+    """Full training is always tried at this multiple of the reference batch."""
+    elbow_factor: int = 32
+    """Where the search for a batch that visibly fails begins, as a multiple of the reference batch."""
+    fail_points: float = 2.0
+    """Points of error above the baseline that count as a visible failure."""
+    match_points: float = 0.5
+    """A large-batch run matches when the interval of its extra error stays below this."""
+
+
+def derive_seed(seed: int, *parts: object) -> int:
+    """A seed of its own for every purpose, 31 bits, fixed by (seed, parts)."""
+    text = ":".join(map(str, (seed, *parts)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def microbatch_for(batch: int, protocol: Protocol) -> int:
+    """The smallest microbatch that splits `batch` evenly into at most `num_microbatches`.
+
+    A smaller microbatch lowers the variance of the noise scale.
+
+    Raises:
+        ConfigError: a batch of 1 cannot be split.
+    """
+    if batch < 2:
+        raise ConfigError(
+            "noise scale needs two batch sizes; got a reference batch of 1. Use a reference batch of at least 2."
+        )
+    parts = max((count for count in range(2, protocol.num_microbatches + 1) if batch % count == 0), default=batch)
+    return batch // parts
+
+
+def batch_grid(center: float, num_units: int, protocol: Protocol) -> list[int]:
+    """Powers of two around `center`, from 1 to half the training data."""
+    middle = round(math.log2(max(center, 1.0)))
+    top = min(middle + protocol.batches_above, math.floor(math.log2(max(num_units / 2, 2))))
+    bottom = max(0, min(middle, top) - protocol.batches_below)
+    if top - bottom < 5:  # a fit needs room on both sides
+        bottom = max(0, top - 5)
+    return [2**exponent for exponent in range(bottom, top + 1)]
+
+
+def more_batches(swept: Sequence[int], b_crit: float | None, num_units: int, protocol: Protocol) -> list[int]:
+    """Batch sizes to add so that at least two lie on either side of the fitted critical batch size."""
+    if b_crit is None or len(swept) >= protocol.max_batches:
+        return []
+    lowest, highest = min(swept), max(swept)
+    added: list[int] = []
+    if sum(batch < b_crit for batch in swept) < 2 and lowest > 1:
+        added += [lowest // 2**step for step in (1, 2) if lowest // 2**step >= 1]
+    if sum(batch > b_crit for batch in swept) < 2:
+        added += [highest * 2**step for step in (1, 2) if highest * 2**step <= num_units / 2]
+    return sorted(set(added))[: protocol.max_batches - len(swept)]
+
+
+def pick_goals(curve: Sequence[tuple[int, float]], protocol: Protocol) -> tuple[float, ...]:
+    """Goals from a baseline run: the losses it had reached at fixed fractions of its steps.
+
+    Args:
+        curve: (step, loss on the goal examples), in order.
+
+    Raises:
+        ConfigError: the loss did not fall enough to set goals apart.
+    """
+    last = curve[-1][0]
+    goals: list[float] = []
+    for fraction in protocol.goal_fractions:
+        goals.append(min(loss for step, loss in curve if step <= max(fraction * last, 1)))
+    first = curve[0][1]
+    if not all(later < earlier for earlier, later in zip([first, *goals], goals, strict=False)):
+        raise ConfigError(
+            f"the baseline run does not learn: its loss went from {first:.4g} to {goals[-1]:.4g} "
+            f"in {last} steps. Check the task's loss and reference_lr, or state `goals` in the task."
+        )
+    return tuple(float(f"{goal:.3g}") for goal in goals)

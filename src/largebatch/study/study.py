@@ -1,0 +1,177 @@
+"""How large a batch is worth it here, and what must change to use it? The whole main job, phase by phase.
+
+Measure, predict, verify, train large, report. Every training run is a cell that is never run twice, and each
+choice is a function of finished cells: killed anywhere, the same call goes on and ends in the same result.json.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from largebatch.errors import ConfigError
+from largebatch.records.files import read_json, write_json
+from largebatch.records.schema import SCHEMA_VERSION, GoalFront, StudyResult
+from largebatch.recipe.scaling import eps_max_from, noise_scale_lr
+from largebatch.study.conclude import recommend, summarise
+from largebatch.study.context import Context
+from largebatch.study.frontier import fit_front, steps_at
+from largebatch.study.identity import claim_folder, file_digest, locked
+from largebatch.study.large import train_large, winner
+from largebatch.study.launch import Launcher, cached_task
+from largebatch.study.measure import measure, set_goals, tune_reference
+from largebatch.study.plan import Protocol, batch_grid, more_batches
+from largebatch.study.predict import Prediction, predict
+from largebatch.study.sweep import Search, confirm, search_lrs
+
+Configure = Callable[[Context], None]
+
+
+def study(
+    task: str, *, out: Path, data: Path | None = None, seed: int = 0, jobs: int = 1, budget: float | None = None,
+    device: str = "cpu", protocol: Protocol | None = None, configure: Configure | None = None,
+) -> StudyResult:  # fmt: skip
+    """Measure, predict, verify and train large; write `result.json` into `out` and return it.
+
+    Args:
+        task: a task's name, or the path of a Python file that defines one.
+        out: the study's folder; a study already begun there goes on.
+        data: where the task's files are; None for the usual places.
+        seed: every draw of the study follows from it.
+        jobs: cells trained side by side, at least 1; it changes no number of the result.
+        budget: minutes the study should take at most, about; None is no limit.
+        device: where models live.
+        protocol: the study's rules; None for the usual ones.
+        configure: called with the study's context before it begins, to attach callbacks.
+
+    Raises:
+        LargebatchError: bad input, a folder of another study, a disk that is full, no run that learns.
+    """
+    if jobs < 1:
+        raise ConfigError(f"jobs is at least 1; got {jobs}.")
+    if budget is not None and not budget > 0:
+        raise ConfigError(f"a budget is a number of minutes above 0; got {budget}.")
+    rules = protocol or Protocol()
+    loaded = cached_task(task, data)
+    identity = {
+        "schema_version": SCHEMA_VERSION, "kind": "study", "task": loaded.name, "task_file_sha256": file_digest(task),
+        "seed": seed, "budget_minutes": budget, "device": device, "torch": torch.__version__,
+        "protocol": asdict(rules), "recipe": asdict(loaded.recipe),
+    }  # fmt: skip
+    with locked(out):
+        claim_folder(out, identity)
+        launcher = Launcher(task=task, data=data, out=out, jobs=jobs, device=device)
+        context = Context(task=loaded, task_name=task, out=out, seed=seed, protocol=rules, launcher=launcher)
+        if configure is not None:
+            configure(context)
+        result = _phases(context, budget)
+        write_json(out / "result.json", result.to_json())
+    return result
+
+
+def _phases(context: Context, budget: float | None) -> StudyResult:
+    task, protocol = context.task, context.protocol
+    recipe = task.recipe
+    reference = recipe.reference_batch
+    context.on_phase("baseline", f"one run at batch {reference} and learning rate {recipe.reference_lr:g} sets the goals")
+    set_goals(context)
+    if budget is not None:
+        context.units_allowed = _units_allowed(context, budget)
+    context.on_phase("tune", f"learning-rate search at batch {reference}")
+    reference_search, tuned_lr, reference_steps = tune_reference(context)
+    context.on_phase("measure", f"batch {reference}, learning rate {tuned_lr:.3g}, the monitor on")
+    record, moments = measure(context, tuned_lr, reference_steps)
+    prediction = predict(
+        moments["trace_cov"], moments["grad_sq_norm"], moments["loss"], batch=reference, goals=context.goals,
+        crossings=record.crossings,
+    )  # fmt: skip
+    fronts = _verify(context, prediction, reference_search, tuned_lr, reference_steps)
+    b_simple = prediction.b_simple.value
+    recommendation = recommend(context, fronts, prediction)
+    context.on_phase(
+        "train large", f"full runs at {reference}, {recommendation.batch} and beyond, {protocol.num_large_seeds} seeds each"
+    )
+    large = train_large(context, recommendation.batch, b_simple)
+    result = StudyResult(
+        task=task.name, unit=task.unit, seed=context.seed, num_units=context.num_units,
+        reference={**asdict(recipe), "units_per_epoch": context.num_units}, tuned_lr=tuned_lr, goals=context.goals,
+        protocol={**asdict(protocol), "definitions": DEFINITIONS}, windows=prediction.windows,
+        b_simple=prediction.b_simple,
+        eps_max=eps_max_from(tuned_lr, b_simple, reference) if b_simple is not None and b_simple > 0 else math.nan,
+        predictions=prediction.goals, fronts=tuple(fronts), large=large, winner=winner(context, large),
+        recommendation=recommendation, warnings=tuple(context.warnings),
+    )  # fmt: skip
+    return summarise(context, result)
+
+
+DEFINITIONS = {
+    "b_simple": "tr(Sigma) / |G|^2 (McCandlish 2018, eq. 2.9), ratio of mean moments, empirical gradient",
+    "b_crit": "E_min / S_min of the hyperbola S = S_min (1 + B_crit / B) (McCandlish 2018, eq. 2.11, 2.12)",
+    "goal": "training loss on a fixed subset, first crossing, interpolated in log loss",
+    "steps": "optimizer steps at a constant learning rate, searched at every batch and goal",
+    "error": "median of the last 5 epochs' held-out error (Goyal 2017, sec. 5.1)",
+}
+
+
+def _verify(
+    context: Context, prediction: Prediction, reference_search: Search, tuned_lr: float, reference_steps: float
+) -> list[GoalFront]:
+    """Sweep batch sizes around the prediction, add more where a side is missing, and fit every goal's front."""
+    protocol, reference = context.protocol, context.task.recipe.reference_batch
+    hardest = prediction.goals[-1]
+    b_crit = hardest.b_crit.value if hardest.b_crit.value and hardest.b_crit.value > 0 else float(2 * reference)
+    b_simple = prediction.b_simple.value or b_crit
+    eps_max = eps_max_from(tuned_lr, b_simple, reference)
+    wanted = batch_grid(b_crit, context.num_units, protocol)
+    swept: dict[int, Search] = {}
+    fronts: list[GoalFront] = []
+    while wanted:
+        context.on_phase("verify", f"learning-rate search at batch {', '.join(map(str, wanted))}")
+        starts = {batch: noise_scale_lr(eps_max, b_simple, batch) for batch in wanted}
+        allowance = {
+            batch: math.ceil(protocol.step_allowance * reference_steps * max(1.0, reference / batch)) + 1
+            for batch in [*swept, *wanted]
+        }
+        found = search_lrs(context, {batch: start for batch, start in starts.items() if batch != reference}, allowance)
+        if reference in wanted:
+            found[reference] = reference_search
+        swept |= found
+        swept = dict(sorted(swept.items()))
+        context.on_phase("confirm", f"{protocol.num_seeds} fresh seeds at each chosen learning rate")
+        points = confirm(context, swept, allowance | {reference: 4 * allowance.get(reference, 1)})
+        fronts = [
+            fit_front(goal_points, goal, b_simple=predicted.b_simple)
+            for goal_points, goal, predicted in zip(points, context.goals, prediction.goals, strict=True)
+        ]
+        if context.units_allowed is not None and context.spent_units() > context.units_allowed / 2:
+            context.warn("The budget ended the sweep before more batch sizes were added.")
+            break
+        wanted = more_batches(list(swept), fronts[-1].b_crit.value, context.num_units, protocol)
+    return fronts
+
+
+def _units_allowed(context: Context, budget: float) -> float:
+    """Units that fit into the budget at the baseline's speed, fixed once and kept, so that a resume agrees."""
+    path = context.out / "budget.json"
+    if not path.exists():
+        record = next(iter(context.launcher.finished.values()))
+        seconds = float(read_json(context.launcher.folder(record.spec) / "timing.json")["seconds"])
+        write_json(path, {"units": budget * 60 * record.units / seconds * context.launcher.jobs})
+    return float(read_json(path)["units"])
+
+
+def read_result(out: Path) -> dict[str, Any]:
+    """Read a finished study's result. Raises RecordError when there is none."""
+    return read_json(out / "result.json")
+
+
+def predicted_steps(front: GoalFront, batch: int) -> float | None:
+    """Steps to the goal at `batch` by the fitted front, or None where it is not resolved."""
+    if not front.resolved or front.min_steps.value is None or front.min_units.value is None:
+        return None
+    return steps_at(front.min_steps.value, front.min_units.value, batch)
