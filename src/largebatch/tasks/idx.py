@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 import zlib
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from largebatch.errors import DataError
 
 _UNSIGNED_BYTE = 0x08
-_CHUNK = 1 << 20
+_GZIP_MAGIC = b"\x1f\x8b"
 _AGAIN = "Delete it and fetch it again."
 
 
@@ -32,9 +31,9 @@ def read_idx(path: Path, num_dims: int) -> Tensor:
         DataError: the file cannot be read, is no IDX file of unsigned bytes, has another number of dims, or
             has more or fewer bytes than its header says (both sizes are named).
     """
-    content, damage = _read_bytes(path)
+    content, torn = _read_bytes(path)
     if len(content) < 4:
-        raise DataError(f"{path} is cut short{damage}: its header has 4 bytes or more, it has {len(content)}. {_AGAIN}")
+        raise DataError(f"{path} is cut short{torn}: its header has 4 bytes or more, it has {len(content)}. {_AGAIN}")
     if content[:2] != b"\0\0" or content[2] != _UNSIGNED_BYTE:
         raise DataError(
             f"{path} is not an IDX file of unsigned bytes: it starts with 0x{content[:4].hex()}, "
@@ -47,36 +46,31 @@ def read_idx(path: Path, num_dims: int) -> Tensor:
         )
     start = 4 + 4 * num_dims
     if len(content) < start:
-        raise DataError(f"{path} is cut short{damage}: its header has {start} bytes, it has {len(content)}. {_AGAIN}")
+        raise DataError(f"{path} is cut short{torn}: its header has {start} bytes, it has {len(content)}. {_AGAIN}")
     shape = [int.from_bytes(content[4 * dim + 4 : 4 * dim + 8], "big") for dim in range(num_dims)]
     expected = start + math.prod(shape)
     if len(content) != expected:
         what = "cut short" if len(content) < expected else "too long"
         raise DataError(
-            f"{path} is {what}{damage}: its header says {' x '.join(map(str, shape))}, which is {expected:,} bytes "
+            f"{path} is {what}{torn}: its header says {' x '.join(map(str, shape))}, which is {expected:,} bytes "
             f"when unpacked, but it holds {len(content):,}. {_AGAIN}"
         )
-    if damage:
-        raise DataError(f"{path} is damaged{damage}. {_AGAIN}")
+    if torn:
+        raise DataError(f"{path} is cut short{torn}: its checksum is missing. {_AGAIN}")
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy())
 
 
 def _read_bytes(path: Path) -> tuple[bytes, str]:
-    """The unpacked bytes, as far as they go, and what is wrong with the packing ('' when nothing)."""
+    """The unpacked bytes, as far as they go, and where they end too soon ('' when nothing is wrong)."""
     try:
-        with path.open("rb") as file:
-            if file.read(2) != b"\x1f\x8b":
-                file.seek(0)
-                return file.read(), ""
+        content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. Correct the path or its permissions.") from error
-    parts = []
+    if content[:2] != _GZIP_MAGIC:
+        return content, ""
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # unlike gzip.open, it gives what a torn stream still has
     try:
-        with gzip.open(path) as file:
-            while part := file.read(_CHUNK):
-                parts.append(part)
-    except EOFError:
-        return b"".join(parts), " (its gzip stream ends early)"
-    except (OSError, zlib.error) as error:
-        return b"".join(parts), f" (gzip: {error})"
-    return b"".join(parts), ""
+        unpacked = unpacker.decompress(content)
+    except zlib.error as error:
+        raise DataError(f"{path} ({len(content):,} bytes) is damaged (gzip: {error}). {_AGAIN}") from error
+    return unpacked, "" if unpacker.eof else " (its gzip stream ends early)"

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +76,16 @@ def _run(path: Path) -> Any:
     return module.task
 
 
-def _guarded(path: Path, call: Any) -> Any:
+def _guarded(path: Path, call: Callable[[], Any]) -> Any:
     """Call it; what the user's code raises becomes one sentence with the file's own line."""
     try:
         return call()
     except LargebatchError:
         raise
     except (Exception, SystemExit) as error:
+        said = " ".join(str(error).split()) or "no message"
         raise ConfigError(
-            f"task file {path} raised {type(error).__name__} at {_line(path, error)}: {error or 'no message'}. "
+            f"task file {path} raised {type(error).__name__} at {_line(path, error)}: {said}. "
             "Correct the file and run the same command again."
         ) from error
 
