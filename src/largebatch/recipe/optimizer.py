@@ -23,15 +23,21 @@ NORM_LAYERS: tuple[type[nn.Module], ...] = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
     nn.BatchNorm3d,
+    nn.LazyBatchNorm1d,
+    nn.LazyBatchNorm2d,
+    nn.LazyBatchNorm3d,
     nn.SyncBatchNorm,
     nn.InstanceNorm1d,
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
+    nn.LazyInstanceNorm1d,
+    nn.LazyInstanceNorm2d,
+    nn.LazyInstanceNorm3d,
     nn.GroupNorm,
     nn.LayerNorm,
     nn.RMSNorm,
 )
-"""torch's norm layers; subclasses (lazy ones, torchvision's LayerNorm2d) count too."""
+"""torch's norm layers; subclasses (torchvision's LayerNorm2d) count too."""
 
 
 def decay_groups(model: nn.Module, *, exclude_biases: bool = False) -> tuple[list[Tensor], list[Tensor]]:

@@ -52,7 +52,7 @@ class WarmupStepDecay:
     The warmup adds a constant increment each step, so that `lr_at(0)` is `start_lr` and `lr_at(warmup_steps)` is
     `peak_lr`, and then goes back to the original schedule: decay steps count from step 0, not from the warmup's end.
 
-    >>> schedule = WarmupStepDecay(start_lr=0.1, peak_lr=3.2, warmup_steps=782, decay_steps=(4692, 9383, 12511))
+    >>> schedule = WarmupStepDecay(start_lr=0.1, peak_lr=3.2, warmup_steps=782, decay_steps=(4692, 9384, 12511))
     >>> [round(schedule.lr_at(step), 6) for step in (0, 391, 782, 4691, 4692, 12511)]
     [0.1, 1.65, 3.2, 3.2, 0.32, 0.0032]
 
