@@ -70,11 +70,11 @@ def microbatch_for(batch: int, protocol: Protocol) -> int:
 
 def batch_grid(center: float, num_units: int, protocol: Protocol) -> list[int]:
     """Powers of two around `center`, from 1 to half the training data."""
-    middle = round(math.log2(max(center, 1.0)))
-    top = min(middle + protocol.batches_above, math.floor(math.log2(max(num_units / 2, 2))))
-    bottom = max(0, min(middle, top) - protocol.batches_below)
-    if top - bottom < 5:  # a fit needs room on both sides
-        bottom = max(0, top - 5)
+    limit = math.floor(math.log2(max(num_units / 2, 2)))
+    middle = min(round(math.log2(max(center, 1.0))), limit)
+    # A fit needs room: what one end cuts off is added at the other.
+    bottom = max(0, min(middle - protocol.batches_below, limit - 5))
+    top = min(limit, max(middle + protocol.batches_above, bottom + 5))
     return [2**exponent for exponent in range(bottom, top + 1)]
 
 
