@@ -199,7 +199,7 @@ class GradientCollector:
             current = self._by_backward[arrival.backward] = _Microbatch(units=self._default_units)
             self._microbatches.append(current)
         if arrival.fresh and index in self._arrived:
-            self._forget_all_but(current, index)
+            self._forget_all_but(current, arrival.backward, index)
         self._stale += arrival.stale
         if isinstance(arrival.read, Tensor):
             with torch.no_grad():
@@ -212,7 +212,7 @@ class GradientCollector:
         current.seen.add(index)
         self._arrived.add(index)
 
-    def _forget_all_but(self, current: _Microbatch, index: int) -> None:
+    def _forget_all_but(self, current: _Microbatch, backward: int, index: int) -> None:
         """The gradients were set to None since they came: the step begins with the microbatch that runs now."""
         if index in current.seen:
             raise ConfigError("gradients were set to None inside a microbatch context: zero them between steps only.")
@@ -220,6 +220,7 @@ class GradientCollector:
         self._arrived = set(current.seen)
         if current is not self._context:
             self._microbatches.append(current)
+            self._by_backward[backward] = current
 
 
 def sq_norm_dots(tensor: Tensor) -> list[Tensor]:

@@ -29,6 +29,8 @@ MIN_FREEDOM = 5.0
 """Degrees of freedom of the variance below which no interval is given (about 8 equally weighted steps)."""
 NO_NOISE = 1e-3
 """A trace this far below 0, as a multiple of |G|^2 (a thousandth of one unit), is rounding and no sign of trouble."""
+NORMAL_QUANTILE = 1.959963984540054
+"""97.5 % quantile of the normal distribution."""
 
 Array = NDArray[np.float64]
 
@@ -296,12 +298,12 @@ def _estimate(sums: _Sums, unit: str) -> NoiseScale:
 
 
 def _outlook(sums: _Sums, grad: float, sd_grad: float, t: float) -> tuple[int | None, str]:
-    """Further steps until |G|^2, should it stay as it is, stands t deviations above 0."""
+    """Further steps until |G|^2, should it stay as it is, stands far enough above 0."""
     # Below 0 there is no value to extrapolate from: the upper end of the interval gives the fewest steps.
     at_least = "" if grad > 0 else "at least "
     signal = grad if grad > 0 else grad + t * sd_grad
     now = sums.sum_w**2 / sums.sum_w2
-    needed = now * (t * sd_grad / signal) ** 2 if signal > 0 else math.inf
+    needed = now * (NORMAL_QUANTILE * sd_grad / signal) ** 2 if signal > 0 else math.inf
     if not math.isfinite(needed):
         return None, "how many more steps that takes cannot be said yet."
     if sums.decay == 1.0:
@@ -339,7 +341,7 @@ def _t_quantile(freedom: float) -> float:
 
     Source: Abramowitz and Stegun 1964, eq. 26.7.5.
     """
-    z = 1.959963984540054
+    z = NORMAL_QUANTILE
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
