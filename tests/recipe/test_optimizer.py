@@ -190,7 +190,7 @@ def test_the_optimizer_is_fused_where_it_is_right_and_resumes_exactly():
 def test_a_whole_warmup_of_torch_steps_equals_equation_9():
     w, grads = np.linspace(-1, 1, 5), gradients()
     model = Weights(w)
-    optimizer = build_sgd(model, lr=1.0, weight_decay=1e-4)
+    optimizer = build_sgd(model, lr=0.3, weight_decay=1e-4)
     schedule = WarmupStepDecay(start_lr=0.1, peak_lr=3.2, warmup_steps=9, decay_steps=(12,))
     scheduler = as_torch_scheduler(optimizer, schedule)
     for g in grads:

@@ -62,7 +62,7 @@ def test_a_checkpoint_resumes_the_rates_exactly_whichever_is_loaded_first(optimi
     def make():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        optimizer = build_sgd(model, lr=1.0)
+        optimizer = build_sgd(model, lr=0.3)
         schedule = WarmupStepDecay(start_lr=0.1, peak_lr=0.7, warmup_steps=6, decay_steps=(9, 12))
         return model, optimizer, as_torch_scheduler(optimizer, schedule), schedule
 
@@ -98,13 +98,13 @@ def test_a_checkpoint_resumes_the_rates_exactly_whichever_is_loaded_first(optimi
 
 
 def test_a_scheduler_made_after_the_optimizer_was_loaded_resumes_too():
-    optimizer = build_sgd(nn.Linear(2, 2), lr=1.0)
+    optimizer = build_sgd(nn.Linear(2, 2), lr=0.3)
     scheduler = as_torch_scheduler(optimizer, GOYAL)
     for _ in range(100):
         optimizer.step()
         scheduler.step()
     states = optimizer.state_dict(), scheduler.state_dict()
-    optimizer = build_sgd(nn.Linear(2, 2), lr=1.0)
+    optimizer = build_sgd(nn.Linear(2, 2), lr=0.3)
     optimizer.load_state_dict(states[0])
     scheduler = as_torch_scheduler(optimizer, GOYAL)
     scheduler.load_state_dict(states[1])

@@ -201,9 +201,9 @@ class Recipe:
             ("warmup_steps", schedule.warmup_steps, warmup, "Goyal 2017, sec. 2.2"),
             ("num_steps", num_steps, f"{self.epochs} epochs at any batch, {epoch}", "Goyal 2017, sec. 2.1, 5.1"),
         ]
-        for after, step in zip(self.decay_epochs, schedule.decay_steps, strict=True):
+        for number, (after, step) in enumerate(zip(self.decay_epochs, schedule.decay_steps, strict=True), start=1):
             rule = f"lr times {self.decay_factor:g} after epoch {after:g}, counted from 0 with the warmup in it"
-            rows.append(("decay_step", step, rule, "Goyal 2017, sec. 2.2, 5.1"))
+            rows.append((f"decay_step_{number}", step, rule, "Goyal 2017, sec. 2.2, 5.1"))
         form = "Nesterov" if self.nesterov else "plain"
         rows += [
             (

@@ -146,11 +146,7 @@ def as_torch_scheduler(optimizer: Optimizer, schedule: Schedule) -> ScheduleLR:
     for group in optimizer.param_groups:
         group["lr"] = 1.0  # LambdaLR multiplies the first rate; times 1 is exact
         group.pop("initial_lr", None)
-
-    def lr_at(step: int) -> float:  # a plain function, because LambdaLR would save a callable object's attributes
-        return schedule.lr_at(step)
-
-    return ScheduleLR(optimizer, lr_at)
+    return ScheduleLR(optimizer, schedule.lr_at)
 
 
 def _check_lr(name: str, lr: float) -> None:
