@@ -1,0 +1,170 @@
+"""Where does a result become a page that a person can read, offline, on any screen?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from largebatch.errors import MissingExtraError
+from largebatch.records.files import plain, write_atomic
+from largebatch.records.schema import Interval, LargeRun, StudyResult
+from largebatch.report.figures import study_figures
+from largebatch.report.palette import DARK, LIGHT
+from largebatch.report.plotly_page import markup, plotly_figure
+from largebatch.report.png import png_bytes
+from largebatch.report.reading import typed_result
+from largebatch.report.summary import has_number, key_numbers, next_steps, summary_rows
+from largebatch.report.training_figures import rule_name
+from largebatch.report.words import Part, Said, counted, finite, number, say
+
+__all__ = ["summary_rows", "write_report"]
+
+
+def write_report(result: Mapping[str, Any], out: Path) -> Path:
+    """Write report.html, one self-contained page, and figures/*.png.
+
+    Args:
+        result: The parsed result.json.
+        out: The folder to write into.
+    Returns:
+        The path of report.html.
+    Raises:
+        RecordError: It is not a result of this schema.
+        MissingExtraError: jinja2, plotly or matplotlib is not installed.
+        StorageError: The disk refused a file.
+    """
+    study = typed_result(result)
+    html = render_page(study)
+    for figure in study_figures(study):
+        image = png_bytes(figure)
+        write_atomic(out / "figures" / f"{figure.name}.png", lambda file, image=image: file.write(image))
+    page = out / "report.html"
+    write_atomic(page, lambda file: file.write(html.encode()))
+    return page
+
+
+def render_page(study: StudyResult) -> str:
+    """Render the page.
+
+    Args:
+        study: The study's typed result.
+    Returns:
+        The HTML, with plotly.js, styles and data inside.
+    Raises:
+        MissingExtraError: jinja2 or plotly is not installed.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise MissingExtraError("jinja2", "study", "the report page") from error
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise MissingExtraError("plotly", "study", "the report page") from error
+
+    def symbols(text: str) -> Markup:
+        """Text that goes to the page escaped, with its subscripts."""
+        return Markup(markup(text))
+
+    def unbroken(text: str) -> Markup:
+        """The same for a headline, where no line may end at a hyphen."""
+        return Markup(re.sub(r"\w+(?:-\w+)+", r'<span class="word">\g<0></span>', markup(text)))
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["symbols"] = symbols
+    environment.filters["unbroken"] = unbroken
+    figures = study_figures(study)
+    return environment.from_string(_asset("template.html.j2")).render(
+        study=study,
+        figures={figure.name: figure for figure in figures},
+        drawings=plain({figure.name: plotly_figure(figure) for figure in figures}),
+        palettes={"light": LIGHT, "dark": DARK},
+        key_numbers=key_numbers(study),
+        goals=list(zip(study.fronts, study.predictions, strict=False))
+        if len(study.fronts) == len(study.predictions)
+        else [(front, None) for front in study.fronts],
+        recipe=recommended_run(study),
+        steps=next_steps(study),
+        protocol=[(_words(key), said_value(value)) for key, value in study.protocol.items()],
+        reference=[(_words(key), said_value(value)) for key, value in study.reference.items()],
+        say=say,
+        counted=counted,
+        has_number=has_number,
+        rule_name=rule_name,
+        error_words=error_words,
+        difference_words=difference_words,
+        words=_words,
+        said_value=said_value,
+        style=Markup(_asset("style.css")),
+        script=Markup(_asset("draw.js")),
+        plotly_js=Markup(get_plotlyjs()),
+    )
+
+
+def recommended_run(study: StudyResult) -> LargeRun | None:
+    """The full run whose recipe is the recommended one: same batch, nearest learning rate."""
+    chosen = study.recommendation
+    runs = [run for run in study.large if run.batch == chosen.batch and run.recipe]
+    return min(runs, key=lambda run: abs(run.lr - chosen.lr), default=None)
+
+
+def error_words(run: LargeRun) -> Said:
+    """Mean and standard deviation of a run's error, or how many seeds diverged."""
+    lost = sum(error is None for error in run.errors)
+    mean, std = finite(run.mean), finite(run.std)
+    if mean is None:
+        return Said((Part("diverged"),), (Part(f"{lost} of {len(run.errors)} seeds"),), resolved=False)
+    spread = (Part(" ± "), Part(number(std, 2), std)) if std is not None else ()
+    return Said((counted(mean), *spread, Part(" %")))
+
+
+def difference_words(run: LargeRun) -> Said | None:
+    """Error minus the baseline's in points; None for the baseline itself and for runs that diverged."""
+    if run.role == "baseline" or finite(run.mean) is None:
+        return None
+    value, low, high = (finite(part) for part in (run.difference.value, run.difference.low, run.difference.high))
+    if value is None or low is None or high is None:
+        return say(run.difference)
+    return Said((_points(value),), (Part("95 % interval "), _points(low), Part(" to "), _points(high)))
+
+
+def _points(value: float) -> Part:
+    """A difference of two percentages, signed."""
+    return Part(f"{value:+.2f}".replace("-", "\u2212"), value)
+
+
+def said_value(value: Any) -> tuple[Part, ...]:
+    """Say any JSON value of the protocol in words, numbers with their exact value behind."""
+    if isinstance(value, bool) or value is None:
+        return (Part({True: "yes", False: "no", None: "none"}[value]),)
+    if isinstance(value, int | float):
+        return (counted(value),)
+    if isinstance(value, Mapping):
+        if set(value) == {"value", "low", "high"}:
+            said = say(Interval(value=value["value"], low=value["low"], high=value["high"]))
+            return (*said.headline, Part(" ("), *said.detail, Part(")"))
+        pairs = [(Part(f"{_words(key)} "), *said_value(item)) for key, item in value.items()]
+        return _joined(pairs, "; ")
+    if isinstance(value, list | tuple):
+        return _joined([said_value(item) for item in value], ", ")
+    return (Part(str(value)),)
+
+
+def _joined(groups: list[tuple[Part, ...]], between: str) -> tuple[Part, ...]:
+    parts: list[Part] = []
+    for index, group in enumerate(groups):
+        parts += [Part(between), *group] if index else group
+    return tuple(parts)
+
+
+def _words(key: str) -> str:
+    text = re.sub(r"\blr\b", "learning rate", str(key).replace("_", " "))
+    return text[:1].upper() + text[1:]
+
+
+def _asset(name: str) -> str:
+    return resources.files("largebatch.report").joinpath(name).read_text(encoding="utf-8")
