@@ -26,4 +26,4 @@ def permutation(num_examples: int, seed: int, epoch: int) -> list[int]:
 
 def draw(seed: int, epoch: int, index: int, number: int) -> float:
     """The number-th (from 0) random number of one example in one epoch (purpose 2)."""
-    return (splitmix64(key(seed, 2, epoch, index), number + 1) >> 11) / 2**53
+    return (splitmix64(key(seed, 2, epoch, index), number + 1) >> 40) / 2**24

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -32,6 +32,7 @@ def whole_gradient(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return 2 * x.T @ (x @ w - y) / len(x)  # closed form of the gradient of the mean squared error
 
 
+@settings(max_examples=30)
 @given(parts=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_the_sum_of_gradients_of_losses_over_kn_is_the_single_process_gradient(parts: list[int], seed: int):
     # Goyal 2017, remark 3, for any split, even or not; float64, so the order of sums costs about 1e-15.

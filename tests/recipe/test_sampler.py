@@ -139,6 +139,11 @@ def test_draws_do_not_depend_on_how_the_batch_is_split(cuts: list[int]):
     assert len(np.unique(whole)) == whole.size  # the same example draws anew in the next epoch
 
 
+def test_no_draw_becomes_1_in_float32():
+    many = draws(0, 0, np.arange(100_000))
+    assert np.array_equal(many.astype(np.float32), many)
+
+
 def test_draws_are_uniform_and_unrelated():
     many = draws(0, np.arange(20_000) % 7, np.arange(20_000))
     assert many.min() >= 0

@@ -138,7 +138,8 @@ def draws(
         num: how many numbers each example gets.
 
     Returns:
-        Uniform in [0, 1), multiples of 2^-53, float64, shape (num_examples, num).
+        Uniform in [0, 1), float64, shape (num_examples, num); multiples of 2^-24, so that float32 holds them exactly
+        and none becomes 1.
 
     Raises:
         ConfigError: the seed is out of range.
@@ -152,7 +153,7 @@ def draws(
     keys = _hash(_check_seed(seed), _DRAW, epochs, np.asarray(indices).astype(np.uint64))
     counters = np.arange(1, num + 1, dtype=np.uint64)
     bits = _mix(keys[:, np.newaxis] + counters * _GAMMA)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (bits >> np.uint64(40)).astype(np.float64) * 2.0**-24
 
 
 def _hash(
