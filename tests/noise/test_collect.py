@@ -105,6 +105,19 @@ def test_a_probe_leaves_no_trace():
     assert collected.exact
 
 
+def test_a_probe_before_an_unmeasured_step_leaves_no_trace_in_the_next():
+    w = parameter(1.0)
+    collector = GradientCollector([w], default_units=1)
+    for measured in (True, False, True):
+        collector.enabled = measured
+        w.grad = torch.zeros(1)
+        for _ in range(2):
+            w.sum().backward()
+        if measured:
+            assert collector.take().units == (1, 1)
+            torch.autograd.grad(w.sum(), w)
+
+
 def test_two_backwards_in_a_context_are_one_microbatch_with_the_norm_of_their_sum():
     w = parameter(1.0, 1.0)
     collector = GradientCollector([w], default_units=1)

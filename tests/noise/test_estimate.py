@@ -268,6 +268,7 @@ def test_a_state_of_another_half_life_is_refused():
         (lambda: noise_scale([1.0], [1.0], half_life=0), "half_life"),
         (lambda: noise_scale([1.0], [1.0], half_life=Duration(3, "epochs")), "half_life"),
         (lambda: noise_scale([1.0], [1.0], half_life=Duration(3, "examples")), "needs the batch"),
+        (lambda: noise_scale([1.0], [1.0], batch=[1, 2]), "2 for 1 steps"),
         (lambda: noise_scale([1.0], [1.0], unit="pages"), "pages"),
         (lambda: windows([1.0], [1.0], size=0), "size=0"),
     ],

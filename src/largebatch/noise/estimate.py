@@ -112,7 +112,10 @@ def noise_scale(
     duration = _as_duration(half_life, unit)
     if batch is None and duration is not None and duration.unit != "steps":
         raise ConfigError(f"a half-life of {duration.count:g} {duration.unit} needs the batch of every step.")
-    sizes = np.broadcast_to(np.asarray(1.0 if batch is None else batch, dtype=np.float64), (len(moments),))
+    sizes = np.asarray(1.0 if batch is None else batch, dtype=np.float64)
+    if sizes.shape not in ((), (len(moments),)):
+        raise ConfigError(f"each step has one batch; got {sizes.size} for {len(moments)} steps.")
+    sizes = np.broadcast_to(sizes, (len(moments),))
     return _estimate(_sum_up(moments, _decays(duration, sizes)), unit)
 
 
