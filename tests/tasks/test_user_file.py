@@ -117,9 +117,6 @@ def test_a_file_that_failed_can_be_corrected_and_loaded_again(tmp_path: Path):
 
 
 def test_the_example_is_a_task_that_trains():
-    lb = pytest.importorskip("largebatch")
-    if not hasattr(lb, "Task"):
-        pytest.skip("largebatch exports no Task yet")
     task = load_task(str(Path(__file__).parents[2] / "examples" / "own_task.py"))
     assert (len(task.train), len(task.held_out)) == (426, 143)
     torch.manual_seed(0)

@@ -71,7 +71,7 @@ def load(data: Path | None = None) -> Task:
         model=make_model,
         loss=cross_entropy_sum,
         errors=count_wrong,
-        recipe=Recipe(reference_batch=64, reference_lr=0.02, epochs=10, warmup_epochs=5.0, decay_epochs=(6, 8)),
+        recipe=Recipe(reference_batch=64, reference_lr=0.02, epochs=10, warmup_epochs=2.0, decay_epochs=(7, 9)),
     )
 
 
