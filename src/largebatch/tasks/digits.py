@@ -51,7 +51,12 @@ def load(data: Path | None = None) -> Task:
         loss=cross_entropy_sum,
         errors=count_wrong,
         recipe=Recipe(
-            reference_batch=4, reference_lr=0.05, epochs=10, warmup_epochs=3.0, decay_epochs=(6, 8), momentum=0.0,
+            reference_batch=4,
+            reference_lr=0.05,
+            epochs=10,
+            warmup_epochs=3.0,
+            decay_epochs=(6, 8),
+            momentum=0.0,
             nesterov=False,
         ),
         goals=(0.13, 0.09, 0.03),
