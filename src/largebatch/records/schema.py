@@ -220,7 +220,8 @@ class StudyResult:
     windows: tuple[NoiseWindow, ...]
     b_simple: Interval
     """Over the whole measured run."""
-    eps_max: float
+    eps_max: float | None
+    """Optimal learning rate without noise, from the tuned rate; None when the noise scale is not positive."""
     predictions: tuple[GoalPrediction, ...]
     fronts: tuple[GoalFront, ...]
     large: tuple[LargeRun, ...]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from largebatch.records.schema import GoalFront, Interval, LargeRun, Recommendation, StudyResult
 from largebatch.study.context import Context
 from largebatch.study.frontier import largest_worthwhile_batch, round_down_batch, steps_at, units_at
-from largebatch.study.predict import Prediction
+from largebatch.study.measure import Prediction
 
 
 def recommend(context: Context, fronts: Sequence[GoalFront], prediction: Prediction) -> Recommendation:

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from largebatch.errors import DivergedError, GoalNotReachedError
 from largebatch.records.files import read_lines
-from largebatch.records.schema import RunRecord
+from largebatch.noise.estimate import noise_scale
+from largebatch.records.schema import GoalPrediction, Interval, NoiseWindow, RunRecord
+from largebatch.study.choose import best_lr
 from largebatch.study.context import Context
 from largebatch.study.plan import microbatch_for, pick_goals
+from largebatch.study.predict import noise_windows, predict_goals
 from largebatch.study.sweep import Search, search_lrs
 
 StepArrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What the measured run says."""
+
+    b_simple: Interval
+    """Over the whole measured run."""
+    windows: tuple[NoiseWindow, ...]
+    goals: tuple[GoalPrediction, ...]
+    """Hardest last."""
 
 
 def run_baseline(context: Context) -> list[tuple[int, float]]:
@@ -44,7 +59,7 @@ def set_goals(context: Context) -> None:
 
 
 def tune_reference(context: Context) -> tuple[Search, float, float]:
-    """Search the learning rate at the reference batch; return (search, fastest rate, steps to the hardest goal).
+    """Search the learning rate at the reference batch; return (search, best rate, fewest steps to the hardest goal).
 
     Raises:
         DivergedError: every rate diverged.
@@ -69,9 +84,9 @@ def tune_reference(context: Context) -> tuple[Search, float, float]:
             f"(learning rates {tried}; lowest loss at an end {best:.4g}). All runs are kept in {context.out}; "
             "state an easier last goal in the task, or give its recipe more epochs."
         )
-    tried = search.tried(hardest)
-    fastest = min((lr for lr in tried if tried[lr].steps is not None), key=lambda lr: (tried[lr].steps, lr))
-    return search, fastest, steps
+    tuned = best_lr(search.tried(hardest))
+    assert tuned is not None  # a run has reached the goal
+    return search, tuned, steps
 
 
 def measure(context: Context, lr: float, steps: float) -> tuple[RunRecord, StepArrays]:
@@ -98,3 +113,19 @@ def measure(context: Context, lr: float, steps: float) -> tuple[RunRecord, StepA
             "edge of stability. Lower reference_lr in the task's recipe, or state easier goals."
         )
     return record, arrays
+
+
+def forecast(context: Context, record: RunRecord, moments: StepArrays) -> Prediction:
+    """What the measured run predicts for every goal (McCandlish 2018, D.1)."""
+    trace, grad, unit = moments["trace_cov"], moments["grad_sq_norm"], context.task.unit
+    estimate = noise_scale(trace, grad, unit=unit)
+    # A step whose gradient was not finite has no moments; a crossing is no later than the steps that have some.
+    crossings = {
+        goal: None if found is None else min(found, float(len(trace)))
+        for goal, found in zip(context.goals, record.crossings, strict=True)
+    }
+    return Prediction(
+        b_simple=Interval(value=estimate.b_simple, low=estimate.interval[0], high=estimate.interval[1]),
+        windows=noise_windows(trace, grad, moments["loss"], unit=unit),
+        goals=predict_goals(trace, grad, batch=record.spec.batch, crossings=crossings, unit=unit),
+    )

@@ -23,7 +23,11 @@ class Protocol:
     lr_factor: float = 2**0.5
     """Step of the learning-rate search."""
     num_seeds: int = 3
-    """Fresh seeds at the chosen learning rate of each batch."""
+    """Fresh seeds at the chosen learning rate of each batch, at first."""
+    max_seeds: int = 7
+    """Seeds are added, two at a time, up to so many while an interval is wide."""
+    wide_ratio: float = 2.0
+    """An interval of B_crit whose high is more than this many times its low is wide."""
     batches_below: int = 3
     """Doublings below the predicted critical batch size that are swept."""
     batches_above: int = 3

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,13 +19,12 @@ from largebatch.records.schema import SCHEMA_VERSION, GoalFront, StudyResult
 from largebatch.recipe.scaling import eps_max_from, noise_scale_lr
 from largebatch.study.conclude import recommend, summarise
 from largebatch.study.context import Context
-from largebatch.study.frontier import fit_front, steps_at
+from largebatch.study.frontier import fit_front
 from largebatch.study.identity import claim_folder, file_digest, locked
 from largebatch.study.large import train_large, winner
 from largebatch.study.launch import Launcher, cached_task
-from largebatch.study.measure import measure, set_goals, tune_reference
+from largebatch.study.measure import Prediction, forecast, measure, set_goals, tune_reference
 from largebatch.study.plan import Protocol, batch_grid, more_batches
-from largebatch.study.predict import Prediction, predict
 from largebatch.study.sweep import Search, confirm, search_lrs
 
 Configure = Callable[[Context], None]
@@ -86,12 +84,9 @@ def _phases(context: Context, budget: float | None) -> StudyResult:
     reference_search, tuned_lr, reference_steps = tune_reference(context)
     context.on_phase("measure", f"batch {reference}, learning rate {tuned_lr:.3g}, the monitor on")
     record, moments = measure(context, tuned_lr, reference_steps)
-    prediction = predict(
-        moments["trace_cov"], moments["grad_sq_norm"], moments["loss"], batch=reference, goals=context.goals,
-        crossings=record.crossings,
-    )  # fmt: skip
+    prediction = forecast(context, record, moments)
     fronts = _verify(context, prediction, reference_search, tuned_lr, reference_steps)
-    b_simple = prediction.b_simple.value
+    b_simple = _positive(prediction.b_simple.value)
     recommendation = recommend(context, fronts, prediction)
     context.on_phase(
         "train large", f"full runs at {reference}, {recommendation.batch} and beyond, {protocol.num_large_seeds} seeds each"
@@ -102,7 +97,7 @@ def _phases(context: Context, budget: float | None) -> StudyResult:
         reference={**asdict(recipe), "units_per_epoch": context.num_units}, tuned_lr=tuned_lr, goals=context.goals,
         protocol={**asdict(protocol), "definitions": DEFINITIONS}, windows=prediction.windows,
         b_simple=prediction.b_simple,
-        eps_max=eps_max_from(tuned_lr, b_simple, reference) if b_simple is not None and b_simple > 0 else math.nan,
+        eps_max=eps_max_from(tuned_lr, b_simple, reference) if b_simple is not None else None,
         predictions=prediction.goals, fronts=tuple(fronts), large=large, winner=winner(context, large),
         recommendation=recommendation, warnings=tuple(context.warnings),
     )  # fmt: skip
@@ -124,35 +119,50 @@ def _verify(
     """Sweep batch sizes around the prediction, add more where a side is missing, and fit every goal's front."""
     protocol, reference = context.protocol, context.task.recipe.reference_batch
     hardest = prediction.goals[-1]
-    b_crit = hardest.b_crit.value if hardest.b_crit.value and hardest.b_crit.value > 0 else float(2 * reference)
-    b_simple = prediction.b_simple.value or b_crit
+    b_crit = _positive(hardest.b_crit.value) or float(2 * reference)
+    b_simple = _positive(prediction.b_simple.value) or b_crit
     eps_max = eps_max_from(tuned_lr, b_simple, reference)
     wanted = batch_grid(b_crit, context.num_units, protocol)
     swept: dict[int, Search] = {}
-    fronts: list[GoalFront] = []
-    while wanted:
-        context.on_phase("verify", f"learning-rate search at batch {', '.join(map(str, wanted))}")
-        starts = {batch: noise_scale_lr(eps_max, b_simple, batch) for batch in wanted}
-        allowance = {
+    allowance: dict[int, int] = {}
+    num_seeds = protocol.num_seeds
+    while True:
+        allowance |= {
             batch: math.ceil(protocol.step_allowance * reference_steps * max(1.0, reference / batch)) + 1
-            for batch in [*swept, *wanted]
+            for batch in wanted
         }
-        found = search_lrs(context, {batch: start for batch, start in starts.items() if batch != reference}, allowance)
+        starts = {batch: noise_scale_lr(eps_max, b_simple, batch) for batch in wanted if batch != reference}
+        if starts:
+            context.on_phase("verify", f"learning-rate search at batch {', '.join(map(str, starts))}")
+            swept |= search_lrs(context, starts, allowance)
         if reference in wanted:
-            found[reference] = reference_search
-        swept |= found
+            swept[reference] = reference_search
         swept = dict(sorted(swept.items()))
-        context.on_phase("confirm", f"{protocol.num_seeds} fresh seeds at each chosen learning rate")
-        points = confirm(context, swept, allowance | {reference: 4 * allowance.get(reference, 1)})
+        context.on_phase("confirm", f"{num_seeds} fresh seeds at each chosen learning rate")
         fronts = [
-            fit_front(goal_points, goal, b_simple=predicted.b_simple)
-            for goal_points, goal, predicted in zip(points, context.goals, prediction.goals, strict=True)
+            fit_front(points, goal, b_simple=predicted.b_simple)
+            for points, goal, predicted in zip(
+                confirm(context, swept, allowance, num_seeds), context.goals, prediction.goals, strict=True
+            )
         ]
         if context.units_allowed is not None and context.spent_units() > context.units_allowed / 2:
-            context.warn("The budget ended the sweep before more batch sizes were added.")
-            break
+            context.warn("The budget ended the sweep: no more batch sizes or seeds were added.")
+            return fronts
         wanted = more_batches(list(swept), fronts[-1].b_crit.value, context.num_units, protocol)
-    return fronts
+        if not wanted:
+            if num_seeds >= protocol.max_seeds or not any(_is_wide(front, protocol.wide_ratio) for front in fronts):
+                return fronts
+            num_seeds += 2
+
+
+def _is_wide(front: GoalFront, ratio: float) -> bool:
+    low, high = front.b_crit.low, front.b_crit.high
+    return low is None or high is None or high > ratio * low
+
+
+def _positive(value: float | None) -> float | None:
+    """The value where a learning rate can be made of it: an unresolved noise scale can be negative."""
+    return value if value is not None and value > 0 else None
 
 
 def _units_allowed(context: Context, budget: float) -> float:
@@ -163,15 +173,3 @@ def _units_allowed(context: Context, budget: float) -> float:
         seconds = float(read_json(context.launcher.folder(record.spec) / "timing.json")["seconds"])
         write_json(path, {"units": budget * 60 * record.units / seconds * context.launcher.jobs})
     return float(read_json(path)["units"])
-
-
-def read_result(out: Path) -> dict[str, Any]:
-    """Read a finished study's result. Raises RecordError when there is none."""
-    return read_json(out / "result.json")
-
-
-def predicted_steps(front: GoalFront, batch: int) -> float | None:
-    """Steps to the goal at `batch` by the fitted front, or None where it is not resolved."""
-    if not front.resolved or front.min_steps.value is None or front.min_units.value is None:
-        return None
-    return steps_at(front.min_steps.value, front.min_units.value, batch)

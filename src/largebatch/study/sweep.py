@@ -71,7 +71,7 @@ def search_lrs(context: Context, starts: Mapping[int, float], allowance: Mapping
 
 
 def confirm(
-    context: Context, searches: Mapping[int, Search], allowance: Mapping[int, int]
+    context: Context, searches: Mapping[int, Search], allowance: Mapping[int, int], num_seeds: int
 ) -> list[list[FrontierPoint]]:
     """Train fresh seeds at every batch's chosen learning rate; one list of points per goal.
 
@@ -97,7 +97,7 @@ def confirm(
                 "seed", batch, lr, number, goals=tuple(goals[goal] for goal in members),
                 max_steps=math.ceil(max(limits)), stop_after=tuple(limits),
             )
-            for number in range(1, protocol.num_seeds + 1)
+            for number in range(1, num_seeds + 1)
         ]  # fmt: skip
     records = context.run(specs)
     return [
