@@ -52,7 +52,7 @@ def recommend(context: Context, fronts: Sequence[GoalFront], prediction: Predict
 def summarise(context: Context, result: StudyResult) -> StudyResult:
     """Write the summary: what to do, what was measured, what was predicted, what large batches did."""
     unit, recommendation = result.unit, result.recommendation
-    reference = int(result.reference["reference_batch"])
+    reference = int(result.reference["batch"])
     front, forecast = result.fronts[-1], result.predictions[-1]
     if recommendation.batch > reference:
         first = (

@@ -14,8 +14,11 @@ from largebatch.records.schema import GoalPrediction, Interval, NoiseWindow, Run
 from largebatch.study.choose import best_lr
 from largebatch.study.context import Context
 from largebatch.study.plan import microbatch_for, pick_goals
-from largebatch.study.predict import noise_windows, predict_goals
+from largebatch.study.predict import geometric_windows, noise_windows, predict_goals
 from largebatch.study.sweep import Search, search_lrs
+
+_SHORTEST, _GROWTH = 16, 0.3
+"""Windows for the eye are longer than those of the prediction: a picture wants resolved points."""
 
 StepArrays = dict[str, np.ndarray]
 
@@ -126,6 +129,9 @@ def forecast(context: Context, record: RunRecord, moments: StepArrays) -> Predic
     }
     return Prediction(
         b_simple=Interval(value=estimate.b_simple, low=estimate.interval[0], high=estimate.interval[1]),
-        windows=noise_windows(trace, grad, moments["loss"], unit=unit),
+        windows=noise_windows(
+            trace, grad, moments["loss"], unit=unit,
+            windows=geometric_windows(len(trace), shortest=max(_SHORTEST, len(trace) // 24), growth=_GROWTH),
+        ),
         goals=predict_goals(trace, grad, batch=record.spec.batch, crossings=crossings, unit=unit),
-    )
+    )  # fmt: skip

@@ -94,7 +94,7 @@ def _phases(context: Context, budget: float | None) -> StudyResult:
     large = train_large(context, recommendation.batch, b_simple)
     result = StudyResult(
         task=task.name, unit=task.unit, seed=context.seed, num_units=context.num_units,
-        reference={**asdict(recipe), "units_per_epoch": context.num_units}, tuned_lr=tuned_lr, goals=context.goals,
+        reference={"batch": reference, "lr": recipe.reference_lr, **asdict(recipe)}, tuned_lr=tuned_lr, goals=context.goals,
         protocol={**asdict(protocol), "definitions": DEFINITIONS}, windows=prediction.windows,
         b_simple=prediction.b_simple,
         eps_max=eps_max_from(tuned_lr, b_simple, reference) if b_simple is not None else None,
@@ -122,7 +122,8 @@ def _verify(
     b_crit = _positive(hardest.b_crit.value) or float(2 * reference)
     b_simple = _positive(prediction.b_simple.value) or b_crit
     eps_max = eps_max_from(tuned_lr, b_simple, reference)
-    wanted = batch_grid(b_crit, context.num_units, protocol)
+    # The reference batch has been searched already; it costs its fresh seeds only.
+    wanted = sorted({*batch_grid(b_crit, context.num_units, protocol), reference})
     swept: dict[int, Search] = {}
     allowance: dict[int, int] = {}
     num_seeds = protocol.num_seeds
