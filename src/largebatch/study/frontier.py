@@ -30,6 +30,7 @@ __all__ = ["fit_front", "largest_worthwhile_batch", "ratio_interval", "round_dow
 DEFINITION = "hyperbola: S = S_min (1 + B_crit/B), learning rate chosen per batch and goal"
 CONFIDENCE = 0.95
 _MISFIT_LEVEL = 0.2
+"""F test at which the scatter of the cell means replaces the pooled variance: early, as missing it costs coverage."""
 _NUM_CHOICES = 48
 """How often each cell's learning rate is chosen again."""
 _SEED = 20181214
@@ -85,11 +86,12 @@ def _at_pivot(log_b_crit: Any, pivot: float) -> Any:
 def fit_front(points: Sequence[FrontierPoint], goal: float, *, b_simple: Interval | None = None) -> GoalFront:
     """Fit S = S_min + E_min / B to the runs of one goal, with 95 % intervals.
 
-    Maximum likelihood with one residual a run, log S - log(S_min + E_min/B) ~ N(0, std^2); stopped runs enter as
-    P(S > bound). Intervals are those of the profile likelihood cut at Student's t, the variance being that of the
+    Maximum likelihood with one residual a fresh-seed run, log S - log(S_min + E_min/B) ~ N(0, std^2); stopped runs enter as
+    P(S > bound). Where the search of a batch size is given, what all its runs around the chosen rate tell of that rate
+    (`choose.level_at`) is one residual more, weighted by the runs it is worth. Intervals are those of the profile likelihood cut at Student's t, the variance being that of the
     pooled residuals (n - 2 degrees of freedom) plus what choosing the learning rate adds between cells: each cell's
     search is drawn again and the choice made again. Where the cell means miss the hyperbola by more than both
-    explain (F test at 5 %), their scatter takes the place of the pooled variance. A factor that is common to all
+    explain (F test at 20 %), their scatter takes the place of the pooled variance. A factor that is common to all
     cells moves S_min and E_min together and leaves B_crit alone.
 
     Args:
