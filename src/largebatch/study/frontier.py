@@ -86,13 +86,14 @@ def _at_pivot(log_b_crit: Any, pivot: float) -> Any:
 def fit_front(points: Sequence[FrontierPoint], goal: float, *, b_simple: Interval | None = None) -> GoalFront:
     """Fit S = S_min + E_min / B to the runs of one goal, with 95 % intervals.
 
-    Maximum likelihood with one residual a fresh-seed run, log S - log(S_min + E_min/B) ~ N(0, std^2); stopped runs enter as
-    P(S > bound). Where the search of a batch size is given, what all its runs around the chosen rate tell of that rate
-    (`choose.level_at`) is one residual more, weighted by the runs it is worth. Intervals are those of the profile likelihood cut at Student's t, the variance being that of the
-    pooled residuals (n - 2 degrees of freedom) plus what choosing the learning rate adds between cells: each cell's
-    search is drawn again and the choice made again. Where the cell means miss the hyperbola by more than both
-    explain (F test at 20 %), their scatter takes the place of the pooled variance. A factor that is common to all
-    cells moves S_min and E_min together and leaves B_crit alone.
+    Maximum likelihood with one residual a fresh-seed run, log S - log(S_min + E_min/B) ~ N(0, std^2); stopped runs
+    enter as P(S > bound). Where the search of a batch size is given, what all its runs around the chosen rate tell
+    of that rate (`choose.level_at`) is one residual more, weighted by the runs it is worth. Intervals are those of
+    the profile likelihood cut at Student's t, the variance being that of the pooled residuals (n - 2 degrees of
+    freedom) plus what choosing the learning rate adds between cells: each cell's search is drawn again and the
+    choice made again. Where the cell means miss the hyperbola by more than both explain (F test at 20 %), their
+    scatter takes the place of the pooled variance. A factor that is common to all cells moves S_min and E_min
+    together and leaves B_crit alone.
 
     Args:
         points: one per batch size; steps > 0; at least three with most of their seeds at the goal for an interval.
