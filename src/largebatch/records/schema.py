@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 SCHEMA_VERSION = 1
@@ -30,7 +30,7 @@ class RunSpec:
     lr: float
     """Peak learning rate."""
     schedule: str = "constant"
-    """"constant", or "goyal": gradual warmup and step decay of the task's recipe."""
+    """Either constant, or goyal: gradual warmup and step decay of the task's recipe."""
     seed: int
     """Seeds the weights, the shuffling and every other draw."""
     max_steps: int
@@ -58,9 +58,11 @@ class RunRecord:
     """What one run came to (`run.json`); it exists only once the run has ended."""
 
     schema_version: int = SCHEMA_VERSION
+    """Version of this layout."""
     spec: RunSpec
+    """The run, whole."""
     status: str
-    """"reached" (its last goal), "stopped" (could not win any more), "exhausted" (max_steps), "diverged"."""
+    """One of reached (its last goal), stopped (could not win any more), exhausted (max_steps), diverged."""
     steps: int
     """Optimizer steps taken."""
     units: int
@@ -87,8 +89,11 @@ class Interval:
     """A number with its 95 % interval; `low` or `high` None means unbounded on that side."""
 
     value: float | None
+    """The estimate; None where there is none."""
     low: float | None = None
+    """Lower end."""
     high: float | None = None
+    """Upper end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,13 +101,19 @@ class NoiseWindow:
     """The noise scale over a stretch of steps of the measured run, from that window's mean moments."""
 
     first_step: int
+    """First step, counted from 0."""
     last_step: int
+    """Last step, inclusive."""
     loss: float
     """Mean training loss in the window."""
     trace_cov: float
+    """Mean tr(Sigma), per unit."""
     grad_sq_norm: float
+    """Mean |G|^2."""
     b_simple: Interval
+    """tr(Sigma) / |G|^2 in units, with Fieller's interval."""
     resolved: bool
+    """Whether |G|^2 is told from 0 in this window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,13 +121,19 @@ class GoalPrediction:
     """What one measured run predicts for one goal (McCandlish 2018, D.1)."""
 
     goal: float
+    """Loss on the goal examples."""
     min_steps: Interval
+    """S_min, optimizer steps."""
     min_units: Interval
+    """E_min, units."""
     b_crit: Interval
+    """E_min / S_min, units."""
     b_simple: Interval
     """Ratio of the mean moments up to the crossing."""
     resolved: bool
+    """Whether all of these have an estimate and an interval."""
     reason: str
+    """Why not; empty if so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +141,9 @@ class FrontierPoint:
     """One batch size on the steps-examples front of one goal."""
 
     batch: int
+    """Units in one optimizer step."""
     lr: float
+    """The chosen constant learning rate."""
     steps: tuple[float, ...]
     """Steps to the goal of each fresh seed that reached it."""
     bounds: tuple[float, ...] = ()
@@ -138,17 +157,25 @@ class GoalFront:
     """The fitted steps-examples front of one goal: S = S_min + E_min / B."""
 
     goal: float
+    """Loss on the goal examples."""
     definition: str
     """Which of the several definitions of the critical batch size this is."""
     min_steps: Interval
+    """S_min, optimizer steps."""
     min_units: Interval
+    """E_min, units."""
     b_crit: Interval
+    """E_min / S_min, units."""
     resolved: bool
+    """Whether the batches lie on both sides of B_crit, so that it has an estimate and an interval."""
     reason: str
+    """Why not; empty if so."""
     points: tuple[FrontierPoint, ...]
+    """One per batch size."""
     residual_std: float | None
     """Standard deviation of log S about the fit."""
     b_simple_over_b_crit: Interval
+    """Noise scale up to this goal over the fitted critical batch size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,9 +183,13 @@ class ResolvedNumber:
     """One number of a recipe with the rule that gave it."""
 
     name: str
+    """What it is."""
     value: float | int | str
+    """Its value."""
     rule: str
+    """How it came about."""
     source: str
+    """Who found the rule."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,20 +197,25 @@ class LargeRun:
     """Full training at one batch by one rule, over several seeds, beside the baseline."""
 
     batch: int
+    """Units in one optimizer step."""
     rule: str
-    """"baseline", "linear" (Goyal 2017) or "noise" (eps_max / (1 + B_simple / B))."""
+    """One of baseline, linear (Goyal 2017), noise (eps_max / (1 + B_simple / B))."""
     role: str
-    """"baseline", "recommended", "large" or "past the elbow"."""
+    """One of baseline, recommended, large, past the elbow."""
     lr: float
+    """Peak learning rate, from the rule."""
     errors: tuple[float | None, ...]
     """Per seed: the median of the last 5 epochs' held-out error, in percent; None where it diverged."""
     mean: float | None
+    """Mean of `errors`; None where a seed diverged."""
     std: float | None
+    """Their sample standard deviation."""
     difference: Interval
     """Error minus the baseline's, in points."""
     verdict: str
-    """"matches", "worse", "unresolved" or "diverged"."""
+    """One of baseline, matches, worse, unresolved, diverged."""
     recipe: tuple[ResolvedNumber, ...]
+    """Every number of the run with its rule and source."""
     curves: tuple[tuple[dict[str, float], ...], ...]
     """Per seed: the per-epoch records."""
 
@@ -189,10 +225,13 @@ class Recommendation:
     """The batch that is worth it, and why."""
 
     batch: int
+    """The batch that is worth it."""
     lr: float
+    """Peak learning rate at it by the linear rule, within the task's schedule."""
     source: str
-    """"front" (the fitted hyperbola) or "noise" (the prediction alone)."""
+    """One of front (the fitted hyperbola), noise (the prediction alone), baseline (neither was resolved)."""
     reason: str
+    """One sentence."""
     extra_units: float
     """Predicted extra units over the baseline batch, as a fraction (0.2 = 20 %)."""
     fewer_steps: float
@@ -204,9 +243,13 @@ class StudyResult:
     """result.json: the whole answer of a study."""
 
     schema_version: int = SCHEMA_VERSION
+    """Version of this layout."""
     task: str
+    """The task's name."""
     unit: str
+    """What every batch and noise scale counts."""
     seed: int
+    """Every draw follows from it."""
     num_units: int
     """Training units."""
     reference: dict[str, Any]
@@ -218,19 +261,25 @@ class StudyResult:
     protocol: dict[str, Any]
     """How goals, learning rates, seeds, bounds and intervals were chosen."""
     windows: tuple[NoiseWindow, ...]
+    """The noise scale along the measured run."""
     b_simple: Interval
     """Over the whole measured run."""
     eps_max: float | None
     """Optimal learning rate without noise, from the tuned rate; None when the noise scale is not positive."""
     predictions: tuple[GoalPrediction, ...]
+    """Per goal, from the measured run alone."""
     fronts: tuple[GoalFront, ...]
+    """Per goal, fitted to the verified runs."""
     large: tuple[LargeRun, ...]
+    """Full training runs."""
     winner: str
     """One sentence: which learning-rate rule did better at large batch."""
     recommendation: Recommendation
+    """What to do."""
     warnings: tuple[str, ...] = ()
+    """What was left out or limited."""
     summary: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
+    """The answer in a paragraph, the advice first."""
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form, keys as documented in docs/records.md."""
