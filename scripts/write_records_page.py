@@ -1,12 +1,13 @@
 """What does every key on disk mean? Writes docs/records.md from the docstrings of records/schema.py and StepMoments.
 
-    python scripts/write_records_page.py            # write the page
-    python scripts/write_records_page.py --check    # exit 1 when the page is not what it should be
+python scripts/write_records_page.py            # write the page
+python scripts/write_records_page.py --check    # exit 1 when the page is not what it should be
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
 from pathlib import Path
 
@@ -27,7 +28,7 @@ studies with the same seed leave the same bytes everywhere else. A number that i
 | `study.json` | whose folder this is: task, seed, protocol, recipe, torch version; another study is refused |
 | `cells/KEY/run.json` | one finished training run (`RunRecord` below); it exists only once the run has ended |
 | `cells/KEY/steps.jsonl` | the moments of every step of a measured run (step record below) |
-| `cells/KEY/evaluations.jsonl` | `step`, `units`, `goal_loss` at every evaluation; `epoch`, `train_loss`, `error`, `held_out_loss` at every epoch's end |
+| `cells/KEY/evaluations.jsonl` | per evaluation `step`, `units`, `goal_loss`; per epoch the row of `RunRecord.epochs` |
 | `cells/KEY/attempts.jsonl` | when a process began and ended this run: proof that nothing finished is trained twice |
 | `cells/KEY/timing.json` | wall seconds of the run |
 | `cells/KEY/checkpoint.pt` | only while the run is under way; `checkpoint.pt.previous` is the one before it |
@@ -54,7 +55,7 @@ def rows(path: Path, name: str) -> list[str]:
     tree = ast.parse(path.read_text())
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name).body
     found = []
-    for field, text in zip(body, body[1:], strict=False):
+    for field, text in itertools.pairwise(body):
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
             continue
         is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)

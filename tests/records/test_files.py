@@ -15,7 +15,12 @@ from largebatch.errors import RecordError, StorageError
 from largebatch.records.files import JsonLines, read_json, read_lines, write_json
 
 
-@given(records=st.lists(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False, allow_infinity=False)), max_size=5), torn=st.integers(1, 40))
+@given(
+    records=st.lists(
+        st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False, allow_infinity=False)), max_size=5
+    ),
+    torn=st.integers(1, 40),
+)
 def test_a_torn_last_line_is_dropped_and_the_file_goes_on(tmp_path_factory, records, torn):
     path = tmp_path_factory.mktemp("lines") / "steps.jsonl"
     with JsonLines(path) as lines:
@@ -85,7 +90,9 @@ def test_a_full_disk_leaves_the_old_document_whole(tmp_path):
     assert os.listdir(tmp_path) == ["result.json"], "no temporary file is left"
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"{", "cannot be read"), (b"[1]", "holds a list"), (None, "does not exist")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"{", "cannot be read"), (b"[1]", "holds a list"), (None, "does not exist")]
+)
 def test_a_file_that_is_no_record_is_said_in_one_sentence(tmp_path, content, message):
     path = tmp_path / "result.json"
     if content is not None:

@@ -48,6 +48,5 @@ def test_two_specs_never_share_a_folder():
                        {"schedule": "goyal"}, {"seed": 2}, {"max_steps": 10}, {"goals": (1.0,)}, {"stop_after": (1.0,)},
                        {"trace_loss": True}, {"monitor": True}, {"evaluate_epochs": True})
     ]  # fmt: skip
-    assert {field.name for field in dataclasses.fields(spec)} == {"task", "role", "batch", "microbatch", "lr", "schedule",
-        "seed", "max_steps", "goals", "stop_after", "trace_loss", "monitor", "evaluate_epochs"}  # fmt: skip
+    assert len(others) == len(dataclasses.fields(spec)), "a new field must tell folders apart too"
     assert len({spec.key, *(other.key for other in others)}) == len(others) + 1

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from helpers import linear_task
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 
+from helpers import linear_task
 from largebatch.records.schema import RunRecord, RunSpec
 from largebatch.study.context import Context
 from largebatch.study.large import error_of, noise_lr, train_large, welch, winner
@@ -36,7 +36,9 @@ def record_with(spec, error):
 
 def context_with(tmp_path, error):
     task = linear_task(num_examples=4096)
-    return Context(task=task, task_name="linear", out=tmp_path, seed=0, protocol=Protocol(), launcher=Told(tmp_path, error))
+    return Context(
+        task=task, task_name="linear", out=tmp_path, seed=0, protocol=Protocol(), launcher=Told(tmp_path, error)
+    )
 
 
 def elbow_at(batch):

@@ -7,13 +7,13 @@ import time
 from dataclasses import replace
 
 import pytest
-from drawn_task import write_task
-from oracles.drawn_front import draw_problem
 
+from drawn_task import write_task
 from largebatch.errors import LargebatchError
 from largebatch.records.files import read_lines
 from largebatch.records.schema import RunSpec
 from largebatch.study.launch import Launcher
+from oracles.drawn_front import draw_problem
 
 SPEC = RunSpec(task="drawn", role="test", batch=16, lr=0.01, seed=0, max_steps=60, trace_loss=True)
 SPECS = [replace(SPEC, seed=seed, batch=batch) for seed in (0, 1) for batch in (8, 32)]

@@ -63,5 +63,5 @@ def test_no_code_is_run_by_loading(tmp_path):
             return (print, ("run",))
 
     save_checkpoint(tmp_path / "c.pt", {"evil": Evil()})
-    with pytest.raises(Exception, match="(?i)weights_only|unsupported"):
+    with pytest.raises(Exception, match=r"(?i)weights_only|unsupported"):
         load_checkpoint(tmp_path / "c.pt")

@@ -1,18 +1,19 @@
 """The loop is Goyal's update, a run is a pure function of its spec, and a kill changes no bit of it."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers import linear_task
 
+from helpers import linear_task
 from largebatch.errors import ConfigError, RecordError
 from largebatch.recipe.sampler import ShuffledStream
 from largebatch.records.files import read_lines
 from largebatch.records.schema import RunSpec
 from largebatch.train.evaluate import crossing, goal_indices
-from largebatch.train.loop import Run, train
+from largebatch.train.loop import train
 
 SPEC = RunSpec(task="linear", role="test", batch=16, microbatch=4, lr=0.05, seed=3, max_steps=40, monitor=True)
 
@@ -69,8 +70,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, stop_at
     assert resumed == whole
     for name in ("steps.jsonl", "evaluations.jsonl"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
-    for one, other in zip(final_weights(tmp_path / "whole").values(), final_weights(tmp_path / "killed").values(), strict=True):
-        assert torch.equal(one, other)
+    whole_weights, resumed_weights = (final_weights(tmp_path / name) for name in ("whole", "killed"))
+    for name, weights in whole_weights.items():
+        assert torch.equal(weights, resumed_weights[name])
 
 
 def test_a_damaged_checkpoint_costs_steps_and_no_bit(tmp_path):
@@ -129,12 +131,12 @@ def test_goals_are_crossed_where_log_interpolation_says(tmp_path):
     assert crossing((10, 1.0), (20, -1.0), 0.0) == pytest.approx(15.0), "a loss that can be negative: linear"
     task = linear_task()
     record = train(task, replace(SPEC, goals=(1.0, 0.5), max_steps=500), tmp_path)
-    lines = [line for line in read_lines(tmp_path / "evaluations.jsonl")]
+    lines = read_lines(tmp_path / "evaluations.jsonl")
     assert record.status == "reached" and record.steps == lines[-1]["step"]
     for goal, found in zip((1.0, 0.5), record.crossings, strict=True):
         later = next(index for index, line in enumerate(lines) if line["goal_loss"] <= goal)
         assert lines[later - 1]["step"] <= found <= lines[later]["step"]
-    gaps = [(b["step"] - a["step"]) / b["step"] for a, b in zip(lines, lines[1:], strict=False) if b["step"] > 50]
+    gaps = [(b["step"] - a["step"]) / b["step"] for a, b in itertools.pairwise(lines) if b["step"] > 50]
     assert all(gap <= 0.02 for gap in gaps), "evaluated at least every 2 % of the steps"
 
 
@@ -187,4 +189,3 @@ def test_epochs_are_evaluated_once_each_on_all_held_out_examples(tmp_path):
 def test_the_goal_examples_are_the_same_for_every_run():
     task = linear_task()
     assert torch.equal(goal_indices(task), goal_indices(task)) and len(set(goal_indices(task).tolist())) == 128
-    assert Run is not None

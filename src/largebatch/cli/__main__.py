@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 
 def main() -> None:
     """Run the command line; a user's error is one sentence and exit code 2, Ctrl-C is 130."""
-    try:
-        import typer  # noqa: F401 - the command line is an extra
-    except ImportError:
+    if importlib.util.find_spec("typer") is None:
         sys.stderr.write(
             "error: the command line needs the package 'typer', which is not installed. "
             "Run: pip install 'largebatch[study]'\n"

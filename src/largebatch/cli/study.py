@@ -60,7 +60,9 @@ def study_command(
         def configure(context: Context) -> None:
             context.on_phase = progress.on_phase
             context.launcher.on_update = progress.on_update
-            context.on_step = lambda where, loss, monitor: progress.on_step(where, loss, monitor, context.measured_steps)
+            context.on_step = lambda where, loss, monitor: progress.on_step(
+                where, loss, monitor, context.measured_steps
+            )
 
         result = study(
             task, out=folder, data=data, seed=seed, jobs=jobs or available_cores(), budget=budget, configure=configure

@@ -9,7 +9,7 @@ import torch
 import typer
 
 from largebatch.cli.output import StudyProgress, console, print_table, write_stdout
-from largebatch.errors import DivergedError
+from largebatch.errors import ConfigError, DivergedError
 from largebatch.noise.monitor import NoiseScaleMonitor
 from largebatch.records.files import write_json
 from largebatch.records.schema import RunSpec
@@ -47,10 +47,15 @@ def train_command(
         [(number.name, f"{number.value:g}" if isinstance(number.value, float) else number.value, number.rule,
           number.source) for number in resolved.numbers],
     )  # fmt: skip
-    part = microbatch or (microbatch_for(size, Protocol()) if size > 1 else 1)
+    part = microbatch or microbatch_for(size, Protocol())
+    if part >= size:
+        raise ConfigError(
+            f"noise scale needs two batch sizes; got microbatch={part} and batch={size}. "
+            f"Use --microbatch {size // 2 or 1} or smaller, or a larger --batch."
+        )
     spec = RunSpec(
         task=loaded.name, role="train", batch=size, microbatch=part, lr=resolved.lr, schedule="goyal", seed=seed,
-        max_steps=resolved.num_steps, monitor=part < size, evaluate_epochs=True,
+        max_steps=resolved.num_steps, monitor=True, evaluate_epochs=True,
     )  # fmt: skip
     folder = out or Path("largebatch-out") / f"{Path(task).stem}-b{size}-seed{seed}"
     noise: list[str] = []
@@ -68,7 +73,7 @@ def train_command(
     if record.status == "diverged":
         raise DivergedError(
             f"training diverged at step {record.steps} of {resolved.num_steps} (batch {size}, learning rate "
-            f"{resolved.lr:.4g}). Lower --lr or --batch; `largebatch study {task}` finds how large a batch this task bears."
+            f"{resolved.lr:.4g}). Lower --lr or --batch; `largebatch study {task}` finds how large a batch it bears."
         )
     rows = [
         (int(row["epoch"]), f"{row['train_loss']:.4f}", f"{100 * row['error']:.2f} %", f"{row['held_out_loss']:.4f}")

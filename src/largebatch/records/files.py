@@ -83,8 +83,8 @@ class JsonLines:
         self.count = 0
         """Whole lines in the file."""
         length = 0
-        for length, _ in itertools.islice(_whole_lines(path), keep):
-            self.count += 1
+        for self.count, (offset, _) in enumerate(itertools.islice(_whole_lines(path), keep), start=1):
+            length = offset
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab")

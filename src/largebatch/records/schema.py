@@ -77,10 +77,10 @@ class RunRecord:
     @staticmethod
     def from_json(document: dict[str, Any]) -> RunRecord:
         """Rebuild the record from its JSON form."""
-        spec = dict(document["spec"])
+        values, spec = dict(document), dict(document["spec"])
         spec["goals"], spec["stop_after"] = tuple(spec["goals"]), tuple(spec["stop_after"])
-        values = {**document, "spec": RunSpec(**spec)}
-        values["crossings"], values["epochs"] = tuple(document["crossings"]), tuple(document["epochs"])
+        values["spec"] = RunSpec(**spec)
+        values["crossings"], values["epochs"] = tuple(values["crossings"]), tuple(values["epochs"])
         return RunRecord(**values)
 
 

@@ -40,8 +40,8 @@ def recommend(context: Context, fronts: Sequence[GoalFront], prediction: Predict
         lr=recipe.resolve(batch, context.num_units).lr,
         source=source,
         reason=(
-            f"The largest power-of-two multiple of the reference batch {reference} within {exact:.0f}, where the units to "
-            f"the hardest goal reach {extra:.0%} over the baseline's "
+            f"The largest power-of-two multiple of the reference batch {reference} within {exact:.0f}, where the "
+            f"{context.task.unit} to the hardest goal reach {percent(extra)} over the baseline's "
             f"({'fitted front' if source == 'front' else 'noise-scale prediction'}, B_crit {b_crit:.4g})."
         ),
         extra_units=units_at(steps, units, batch) / units_at(steps, units, reference) - 1,
@@ -58,14 +58,14 @@ def summarise(context: Context, result: StudyResult) -> StudyResult:
         first = (
             f"Train {result.task} at batch {recommendation.batch} instead of {reference}: "
             f"{1 / recommendation.fewer_steps:.1f} times fewer steps to the same loss for "
-            f"{recommendation.extra_units:.0%} more {unit}."
+            f"{percent(recommendation.extra_units)} more {unit}."
         )
     elif recommendation.source == "baseline":
         first = f"Keep {result.task} at batch {reference}: {recommendation.reason}"
     else:
         first = (
             f"Keep {result.task} at batch {reference}: a larger one costs more than "
-            f"{context.protocol.extra_units:.0%} extra {unit}."
+            f"{percent(context.protocol.extra_units)} extra {unit}."
         )
     goal = f"training loss {result.goals[-1]:.3g}"
     crit = _worded(front.b_crit, unit) if front.resolved else f"not resolved ({front.reason})"
@@ -77,6 +77,15 @@ def summarise(context: Context, result: StudyResult) -> StudyResult:
         *_large_sentences(result.large, recommendation.batch, reference),
     ]
     return replace(result, summary=" ".join(sentences))
+
+
+def percent(fraction: float) -> str:
+    """A fraction in whole percent.
+
+    >>> percent(0.2)
+    '20 %'
+    """
+    return f"{100 * fraction:.0f} %"
 
 
 def _worded(interval: Interval, unit: str) -> str:
@@ -100,7 +109,8 @@ def _large_sentences(large: Sequence[LargeRun], recommended: int, reference: int
         gap = at_best.difference
         sentences.append(
             f"Trained by the linear rule at {recommended} the held-out error is {at_best.mean:.2f} % against "
-            f"{baseline.mean:.2f} % at {reference} (difference {gap.value:+.2f} points, {gap.low:+.2f} to {gap.high:+.2f})."
+            f"{baseline.mean:.2f} % at {reference} "
+            f"(difference {gap.value:+.2f} points, {gap.low:+.2f} to {gap.high:+.2f})."
         )
     elif at_best is not None and at_best.verdict == "diverged":
         sentences.append(f"Trained by the linear rule at {recommended} it diverged.")

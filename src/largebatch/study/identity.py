@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def claim_folder(out: Path, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
+def locked(out: Path) -> Generator[None]:
     """Hold the folder's lock, so that two processes never write the same study.
 
     Raises:

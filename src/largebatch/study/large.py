@@ -100,12 +100,16 @@ def winner(context: Context, runs: Sequence[LargeRun]) -> str:
         if linear.mean is None or noise.mean is None:
             ended = [name for name, run in (("linear", linear), ("noise-scale", noise)) if run.mean is None]
             parts.append(f"{at} the {' and the '.join(ended)} rule diverged")
-        elif gap.low is not None and gap.low > 0:
-            parts.append(f"{at} the linear rule won by {gap.value:.2f} points ({gap.low:.2f} to {gap.high:.2f})")
-        elif gap.high is not None and gap.high < 0:
-            parts.append(f"{at} the noise-scale rule won by {-gap.value:.2f} points ({-gap.high:.2f} to {-gap.low:.2f})")  # type: ignore[operator]
+        elif gap.value is None or gap.low is None or gap.high is None:
+            parts.append(f"{at} there are too few seeds to compare")
+        elif gap.low <= 0 <= gap.high:
+            parts.append(f"{at} they cannot be told apart ({gap.value:+.2f} points, {gap.low:+.2f} to {gap.high:+.2f})")
         else:
-            parts.append(f"{at} they cannot be told apart ({gap.value:+.2f} points, {gap.low:.2f} to {gap.high:.2f})")
+            better, sign = ("linear", 1) if gap.low > 0 else ("noise-scale", -1)
+            ends = sorted((sign * gap.low, sign * gap.high))
+            parts.append(
+                f"{at} the {better} rule won by {sign * gap.value:.2f} points ({ends[0]:.2f} to {ends[1]:.2f})"
+            )
     if not parts:
         return "The linear rule and the noise-scale rule give nearly the same learning rate here, so one was trained."
     return "Linear rule against noise-scale rule: " + "; ".join(parts) + "."
@@ -179,7 +183,8 @@ def _summary(
     difference = Interval(value=None) if diverged else welch(finite, baseline)
     verdict = "baseline" if rule == "baseline" else _verdict(difference, diverged, context.protocol.match_points)
     return LargeRun(
-        batch=batch, rule=rule, role=role or ("large" if verdict == "matches" else "past the elbow"), lr=resolved.lr, errors=tuple(errors),
+        batch=batch, rule=rule, role=role or ("large" if verdict == "matches" else "past the elbow"),
+        lr=resolved.lr, errors=tuple(errors),
         mean=None if diverged else statistics.fmean(finite),
         std=None if diverged or len(finite) < 2 else statistics.stdev(finite),
         difference=difference if rule != "baseline" else Interval(value=0.0, low=0.0, high=0.0),

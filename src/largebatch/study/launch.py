@@ -85,7 +85,9 @@ class Launcher:
                 return False
             record = RunRecord.from_json(read_json(path))
             if record.spec != spec:
-                raise RecordError(f"{path} is not the record of {spec.key}. Delete that folder, or choose another --out.")
+                raise RecordError(
+                    f"{path} is not the record of {spec.key}. Delete that folder, or choose another --out."
+                )
             self.finished[spec.key] = record
         return True
 
@@ -107,14 +109,14 @@ class Launcher:
         torch.set_num_threads(1)
         cached_task(self.task, self.data)
         fork = sys.platform == "linux" and self.device == "cpu"
-        context = multiprocessing.get_context("fork" if fork else "spawn")
+        start = multiprocessing.get_context("fork").Process if fork else multiprocessing.get_context("spawn").Process
         waiting = sorted(missing, key=lambda spec: (-spec.max_steps * spec.batch, spec.key))
         running: dict[str, tuple[RunSpec, BaseProcess]] = {}
         try:
             while waiting or running:
                 while waiting and len(running) < self.jobs:
                     spec = waiting.pop(0)
-                    process = context.Process(
+                    process = start(
                         target=_child,
                         args=(
                             os.getpid(), self.task, self.data, spec, self.folder(spec), self.device,
@@ -156,15 +158,17 @@ def run_cell(
     on_step: StepCallback | None = None,
 ) -> RunRecord:  # fmt: skip
     """Train one cell in this process; when no checkpoint of it is whole it starts again, and says so."""
-    options = {"device": device, "checkpoint_seconds": checkpoint_seconds, "on_step": on_step}
+    run = Run(
+        cached_task(task, data), spec, folder, device=device, checkpoint_seconds=checkpoint_seconds, on_step=on_step
+    )
     with JsonLines(folder / "attempts.jsonl") as attempts:
         attempts.append({"pid": os.getpid(), "event": "started"})
         try:
-            record = Run(cached_task(task, data), spec, folder, **options).run()
+            record = run.run()
         except CheckpointError as error:
             logger.warning("%s: %s It starts again from its beginning.", spec.key, error)
             delete_checkpoints(folder / "checkpoint.pt")
-            record = Run(cached_task(task, data), spec, folder, **options).run()
+            record = run.run()
         attempts.append({"pid": os.getpid(), "event": "finished"})
     return record
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from largebatch.errors import DivergedError, GoalNotReachedError
-from largebatch.records.files import read_lines
 from largebatch.noise.estimate import noise_scale
+from largebatch.records.files import read_lines
 from largebatch.records.schema import GoalPrediction, Interval, NoiseWindow, RunRecord
 from largebatch.study.choose import best_lr
 from largebatch.study.context import Context
@@ -42,9 +42,7 @@ def run_baseline(context: Context) -> list[tuple[int, float]]:
     """
     recipe = context.task.recipe
     steps = recipe.resolve(recipe.reference_batch, context.num_units).num_steps
-    spec = context.spec(
-        "baseline", recipe.reference_batch, recipe.reference_lr, 0, trace_loss=True, max_steps=steps
-    )
+    spec = context.spec("baseline", recipe.reference_batch, recipe.reference_lr, 0, trace_loss=True, max_steps=steps)
     record = context.run([spec])[0]
     if record.status == "diverged":
         raise DivergedError(
@@ -81,7 +79,9 @@ def tune_reference(context: Context) -> tuple[Search, float, float]:
                 f"training diverged at every learning rate tried at batch {batch} ({tried}). "
                 "Lower reference_lr in the task's recipe by a factor of 100 or check the loss."
             )
-        best = min((record.goal_loss for record in search.records.values() if record.goal_loss is not None), default=None)
+        best = min(
+            (record.goal_loss for record in search.records.values() if record.goal_loss is not None), default=None
+        )
         raise GoalNotReachedError(
             f"no run reached the goal of loss {context.goals[-1]:.4g} within {allowance} steps at batch {batch} "
             f"(learning rates {tried}; lowest loss at an end {best:.4g}). All runs are kept in {context.out}; "
@@ -112,8 +112,8 @@ def measure(context: Context, lr: float, steps: float) -> tuple[RunRecord, StepA
     arrays = {name: np.array([line[name] for line in lines if line["trace_cov"] is not None]) for name in names}
     if record.status == "diverged" or not len(arrays["step"]):
         raise DivergedError(
-            f"the measured run diverged after {record.steps} steps at the tuned learning rate {lr:.3g}, which is at the "
-            "edge of stability. Lower reference_lr in the task's recipe, or state easier goals."
+            f"the measured run diverged after {record.steps} steps at the tuned learning rate {lr:.3g}, "
+            "which is at the edge of stability. Lower reference_lr in the task's recipe, or state easier goals."
         )
     return record, arrays
 

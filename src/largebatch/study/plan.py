@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,11 +106,11 @@ def pick_goals(curve: Sequence[tuple[int, float]], protocol: Protocol) -> tuple[
         ConfigError: the loss did not fall enough to set goals apart.
     """
     last = curve[-1][0]
-    goals: list[float] = []
-    for fraction in protocol.goal_fractions:
-        goals.append(min(loss for step, loss in curve if step <= max(fraction * last, 1)))
+    goals = [
+        min(loss for step, loss in curve if step <= max(fraction * last, 1)) for fraction in protocol.goal_fractions
+    ]
     first = curve[0][1]
-    if not all(later < earlier for earlier, later in zip([first, *goals], goals, strict=False)):
+    if not all(later < earlier for earlier, later in itertools.pairwise([first, *goals])):
         raise ConfigError(
             f"the baseline run does not learn: its loss went from {first:.4g} to {goals[-1]:.4g} "
             f"in {last} steps. Check the task's loss and reference_lr, or state `goals` in the task."

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from largebatch.errors import ConfigError
+from largebatch.recipe.scaling import eps_max_from, noise_scale_lr
 from largebatch.records.files import read_json, write_json
 from largebatch.records.schema import SCHEMA_VERSION, GoalFront, StudyResult
-from largebatch.recipe.scaling import eps_max_from, noise_scale_lr
 from largebatch.study.conclude import recommend, summarise
 from largebatch.study.context import Context
 from largebatch.study.frontier import fit_front
@@ -76,7 +76,9 @@ def _phases(context: Context, budget: float | None) -> StudyResult:
     task, protocol = context.task, context.protocol
     recipe = task.recipe
     reference = recipe.reference_batch
-    context.on_phase("baseline", f"one run at batch {reference} and learning rate {recipe.reference_lr:g} sets the goals")
+    context.on_phase(
+        "baseline", f"one run at batch {reference} and learning rate {recipe.reference_lr:g} sets the goals"
+    )
     set_goals(context)
     if budget is not None:
         context.units_allowed = _units_allowed(context, budget)
@@ -89,12 +91,14 @@ def _phases(context: Context, budget: float | None) -> StudyResult:
     b_simple = _positive(prediction.b_simple.value)
     recommendation = recommend(context, fronts, prediction)
     context.on_phase(
-        "train large", f"full runs at {reference}, {recommendation.batch} and beyond, {protocol.num_large_seeds} seeds each"
+        "train large",
+        f"full runs at {reference}, {recommendation.batch} and beyond, {protocol.num_large_seeds} seeds each",
     )
     large = train_large(context, recommendation.batch, b_simple)
     result = StudyResult(
         task=task.name, unit=task.unit, seed=context.seed, num_units=context.num_units,
-        reference={"batch": reference, "lr": recipe.reference_lr, **asdict(recipe)}, tuned_lr=tuned_lr, goals=context.goals,
+        reference={"batch": reference, "lr": recipe.reference_lr, **asdict(recipe)},
+        tuned_lr=tuned_lr, goals=context.goals,
         protocol={**asdict(protocol), "definitions": DEFINITIONS}, windows=prediction.windows,
         b_simple=prediction.b_simple,
         eps_max=eps_max_from(tuned_lr, b_simple, reference) if b_simple is not None else None,

@@ -41,7 +41,9 @@ class Search:
 def outcome_of(record: RunRecord, goal: int) -> Outcome:
     """What one run says about one goal."""
     steps = record.crossings[goal]
-    return Outcome(steps=steps, bound=math.inf if record.status == "diverged" and steps is None else float(record.steps))
+    return Outcome(
+        steps=steps, bound=math.inf if record.status == "diverged" and steps is None else float(record.steps)
+    )
 
 
 def search_lrs(context: Context, starts: Mapping[int, float], allowance: Mapping[int, int]) -> dict[int, Search]:
@@ -106,13 +108,9 @@ def confirm(
     ]
 
 
-def _point(
-    search: Search, goal: int, loss: float, lr: float | None, records: Sequence[RunRecord]
-) -> FrontierPoint:
+def _point(search: Search, goal: int, loss: float, lr: float | None, records: Sequence[RunRecord]) -> FrontierPoint:
     tried = search.tried(goal)
-    history = tuple(
-        (rate, tried[rate].steps, float(search.records[rate].steps)) for rate in sorted(tried)
-    )
+    history = tuple((rate, tried[rate].steps, float(search.records[rate].steps)) for rate in sorted(tried))
     if lr is None:
         bounds = [float(search.records[rate].steps) for rate, outcome in tried.items() if math.isfinite(outcome.bound)]
         return FrontierPoint(

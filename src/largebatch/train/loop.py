@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.errors import ConfigError, RecordError
-from largebatch.noise.monitor import NoiseScaleMonitor
 from largebatch.noise.moments import StepMoments
+from largebatch.noise.monitor import NoiseScaleMonitor
 from largebatch.recipe.optimizer import build_sgd
 from largebatch.recipe.sampler import ShuffledStream, draws
 from largebatch.records.files import JsonLines, read_json, write_json
@@ -86,7 +86,9 @@ class Run:
         self.progress = Progress(crossings=[None] * len(spec.goals))
         self.stream = ShuffledStream(len(task.train), spec.seed)
         resolved = task.recipe.resolve(spec.batch, len(task.train), lr=spec.lr, rule="given")
-        self.schedule: Callable[[int], float] = resolved.schedule.lr_at if spec.schedule == "goyal" else lambda _: spec.lr
+        self.schedule: Callable[[int], float] = (
+            resolved.schedule.lr_at if spec.schedule == "goyal" else lambda _: spec.lr
+        )
 
     def run(self) -> RunRecord:
         """Train to the end, or return what an earlier call finished. Raises LargebatchError."""
@@ -222,8 +224,7 @@ class Run:
         if progress.crossings and all(found is not None for found in progress.crossings):
             return "reached"
         if spec.stop_after and all(
-            found is not None or step >= bound
-            for found, bound in zip(progress.crossings, spec.stop_after, strict=True)
+            found is not None or step >= bound for found, bound in zip(progress.crossings, spec.stop_after, strict=True)
         ):
             return "stopped"
         return None
