@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from largebatch.noise.monitor import NoiseScaleMonitor
@@ -34,7 +34,8 @@ class StudyProgress:
     def __init__(self) -> None:
         self._bar = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TimeElapsedColumn(), console=console, transient=True, refresh_per_second=4,
+            TimeRemainingColumn(), console=console, transient=True, refresh_per_second=4,
+            disable=not console.is_terminal,
         )  # fmt: skip
         self._row = self._bar.add_task("starting", total=None)
         self._phase = ""

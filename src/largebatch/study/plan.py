@@ -27,7 +27,7 @@ class Protocol:
     """Fresh seeds at the chosen learning rate of each batch, at first."""
     max_seeds: int = 7
     """Seeds are added, two at a time, up to so many while an interval is wide."""
-    wide_ratio: float = 2.0
+    wide_ratio: float = 2.5
     """An interval of B_crit whose high is more than this many times its low is wide."""
     batches_below: int = 3
     """Doublings below the predicted critical batch size that are swept."""

@@ -1,0 +1,92 @@
+"""Which figures stand in docs/log.md? The tables between its markers are made from committed runs/*/result.json.
+
+    python scripts/write_log_tables.py            # write them
+    python scripts/write_log_tables.py --check    # exit 1 when one is not what its result.json says
+
+A marker is `<!-- table: NAME KIND -->` ... `<!-- end -->`, with KIND one of how, fronts, large.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LOG = ROOT / "docs" / "log.md"
+MARKER = re.compile(r"(<!-- table: (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def worded(interval: dict[str, Any], digits: int = 3) -> str:
+    """`value (low to high)`."""
+    if interval["value"] is None:
+        return "not resolved"
+    ends = ["unbounded" if interval[end] is None else f"{interval[end]:.{digits}g}" for end in ("low", "high")]
+    return f"{interval['value']:.{digits}g} ({ends[0]} to {ends[1]})"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def how(folder: Path) -> str:
+    """Where the figures come from."""
+    facts = json.loads((folder / "how.json").read_text())
+    seed = json.loads((folder / "result.json").read_text())["seed"]
+    return table(
+        ["command", "commit", "hardware", "torch", "seed", "wall"],
+        [[f"`{facts['command']}`", f"`{facts['commit']}`", facts["hardware"], facts["torch"], str(seed),
+          f"{facts['seconds']:.0f} s"]],
+    )  # fmt: skip
+
+
+def fronts(folder: Path) -> str:
+    """One row per goal: measured and predicted critical batch size."""
+    result = json.loads((folder / "result.json").read_text())
+    rows = []
+    for front, forecast in zip(result["fronts"], result["predictions"], strict=True):
+        seeds = [len(point["steps"]) + len(point["bounds"]) for point in front["points"]]
+        batches = f"{len(seeds)} ({min(point['batch'] for point in front['points'])} to "
+        batches += f"{max(point['batch'] for point in front['points'])}), {min(seeds)} seeds"
+        rows.append([
+            f"{front['goal']:g}", worded(front["b_crit"]), worded(forecast["b_crit"]), worded(forecast["b_simple"]),
+            worded(front["b_simple_over_b_crit"]), worded(front["min_steps"]), worded(front["min_units"]),
+            f"{front['residual_std']:.2f}", batches,
+        ])  # fmt: skip
+    head = ["goal (loss)", "B_crit measured", "B_crit predicted", "B_simple", "B_simple / B_crit", "S_min", "E_min",
+            "std of log S", "batches"]  # fmt: skip
+    return table(head, rows)
+
+
+def large(folder: Path) -> str:
+    """One row per full training run."""
+    result = json.loads((folder / "result.json").read_text())
+    rows = []
+    for run in result["large"]:
+        error = "diverged" if run["mean"] is None else f"{run['mean']:.2f} ± {run['std']:.2f}"
+        gap = run["difference"]
+        difference = "" if gap["value"] is None or run["rule"] == "baseline" else (
+            f"{gap['value']:+.2f} ({gap['low']:+.2f} to {gap['high']:+.2f})"
+        )  # fmt: skip
+        rows.append([
+            str(run["batch"]), run["role"], run["rule"], f"{run['lr']:.3g}", error, difference, run["verdict"],
+            str(len(run["errors"])),
+        ])  # fmt: skip
+    return table(["batch", "why", "rule", "peak lr", "error, %", "minus baseline, points", "verdict", "seeds"], rows)
+
+
+def written(text: str) -> str:
+    """The page with every table made afresh."""
+    kinds = {"how": how, "fronts": fronts, "large": large}
+    return MARKER.sub(lambda found: found[1] + "\n" + kinds[found[3]](ROOT / "runs" / found[2]) + "\n" + found[4], text)
+
+
+if __name__ == "__main__":
+    page = LOG.read_text()
+    if "--check" in sys.argv:
+        sys.exit(0 if page == written(page) else f"{LOG} is out of date: python scripts/write_log_tables.py")
+    LOG.write_text(written(page))

@@ -1,0 +1,26 @@
+"""Every figure in docs/log.md's tables is what a committed result.json says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_every_table_is_rebuilt_from_its_result():
+    check = subprocess.run([sys.executable, ROOT / "scripts" / "write_log_tables.py", "--check"], capture_output=True)
+    assert check.returncode == 0, check.stderr.decode()
+
+
+def test_every_result_has_a_table_and_says_how_it_was_made():
+    log = (ROOT / "docs" / "log.md").read_text()
+    results = sorted((ROOT / "runs").glob("*/result.json"))
+    assert results
+    for result in results:
+        name = result.parent.name
+        for kind in ("how", "fronts", "large"):
+            assert f"<!-- table: {name} {kind} -->" in log
+        how = json.loads((result.parent / "how.json").read_text())
+        assert {"command", "commit", "hardware", "torch", "seconds"} <= set(how)
+        assert (ROOT / "runs" / f"{name}.py").exists()
