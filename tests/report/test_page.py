@@ -16,7 +16,7 @@ from tests.report.sample import WHY_UNRESOLVED, sample_result, sample_study
 
 from largebatch.errors import RecordError
 from largebatch.records.files import plain
-from largebatch.records.schema import Interval
+from largebatch.records.schema import Interval, StudyResult
 from largebatch.report.page import render_page, summary_rows, write_report
 from largebatch.report.reading import read_result, typed_result
 
@@ -95,6 +95,118 @@ def test_the_summary_is_the_first_content_and_headings_are_in_order() -> None:
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+def test_the_headline_is_the_first_sentence_and_the_rest_a_paragraph() -> None:
+    first = "Train digits at batch 8 instead of 4 (see sec. 2. Then 3.): 1.8 times fewer steps for 10% more examples."
+    html = render_page(
+        dataclasses.replace(sample_study(), summary=f"{first} B_crit is 36.2. At 128 it ends at 16.2 %.")
+    )
+    title = re.search(r"<h1>(.*?)</h1>", html)
+    assert title is not None
+    assert Page(title[1]).text == first.replace("10%", "10 %")
+    assert '<p class="lead">B<sub>crit</sub> is 36.2. At 128 it ends at 16.2\u00a0%.</p>' in html
+
+
+def test_per_cent_signs_stand_apart_everywhere() -> None:
+    study = sample_study()
+    front = dataclasses.replace(study.fronts[-1], resolved=False, reason="only 20% of the seeds, -3.5 to 2.")
+    study = dataclasses.replace(
+        study,
+        fronts=(*study.fronts[:-1], front),
+        summary="It costs 10% more. Or 20%.",
+        winner="By 3% to 4%.",
+        warnings=("5% is missing",),
+        recommendation=dataclasses.replace(study.recommendation, reason="within 20% of it"),
+    )
+    assert re.findall(r"\d%", Page(render_page(study)).text) == []
+    rows = summary_rows(study.to_json())
+    assert rows[2][2].startswith("only 20 % of the seeds, \u22123.5 to 2; goal")
+    assert [part for row in rows for part in row if re.search(r"\d%", part)] == []
+
+
+def test_the_protocol_reads_as_sentences_and_unknown_rules_keep_their_key() -> None:
+    definitions = {"b_simple": "tr(Sigma) / |G|^2, ratio of mean moments", "goal": "training loss, first crossing"}
+    protocol = {"lr_factor": 2.0, "extra_units": 0.2, "num_moons": 7, "definitions": definitions}
+    reference = {"batch": 32, "lr": 0.1, "reference_batch": 32, "reference_lr": 0.1, "units_per_epoch": 999}
+    study = dataclasses.replace(sample_study(), unit="tokens", protocol=protocol, reference=reference)
+    text = Page(render_page(study)).text
+    assert "A goal Training loss, first crossing." in text
+    assert "It costs one run. tr(Σ) / |G|², ratio of mean moments." in text
+    assert "Learning-rate search Steps by a factor of 2." in text
+    assert "Allowed extra tokens A fraction of 0.2 over the baseline's, for the recommended batch." in text
+    assert "Number of moons 7" in text
+    assert "Tokens per epoch 999" in text
+    assert "Reference batch" not in text
+
+
+def variants() -> dict[str, StudyResult]:
+    """Results that a real study can come to."""
+    study = sample_study()
+    unresolved = tuple(
+        dataclasses.replace(
+            front,
+            resolved=False,
+            reason="the goal was reached at 2 batch sizes; the hyperbola needs at least 3.",
+            **dict.fromkeys(("b_crit", "min_steps", "min_units", "b_simple_over_b_crit"), Interval(value=None)),
+            residual_std=None,
+        )
+        for front in study.fronts
+    )
+    empty = tuple(dataclasses.replace(front, points=()) for front in unresolved)
+    kept = dataclasses.replace(
+        study.recommendation, batch=32, lr=0.1, source="baseline", extra_units=0.0, fewer_steps=1.0
+    )
+    return {
+        "unresolved": dataclasses.replace(study, fronts=unresolved, recommendation=kept),
+        "nothing reached": dataclasses.replace(study, fronts=empty, recommendation=kept, windows=()),
+        "no eps_max": dataclasses.replace(study, eps_max=None, b_simple=Interval(value=None)),
+        "no elbow": dataclasses.replace(study, large=study.large[:3]),
+        "baseline alone": dataclasses.replace(study, large=study.large[:1], recommendation=kept),
+        "tokens": dataclasses.replace(study, unit="tokens"),
+        "one goal": dataclasses.replace(
+            study, fronts=study.fronts[3:], predictions=study.predictions[3:], goals=(0.08,)
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", variants())
+def test_every_result_a_study_can_come_to_is_drawn_and_says_no_nonsense(name: str, tmp_path: Path) -> None:
+    study = variants()[name]
+    (tmp_path / "result.json").write_text(json.dumps(plain(study.to_json())))
+    page = write_report(read_result(tmp_path / "result.json"), tmp_path)
+    text = Page(page.read_text()).text
+    assert re.findall(r"\b(?:nan|None|inf)\b|\.\.|\{\}", text) == []
+    assert len(list((tmp_path / "figures").iterdir())) == (5 if study.large else 3)
+    if name == "tokens":
+        assert "examples" not in text.replace(study.summary, "").replace(study.recommendation.reason, "").replace(
+            "1,024 fixed training examples", ""
+        )
+        assert 'unit="tokens"' in text
+
+
+def test_a_baseline_that_stays_is_not_said_to_rest_on_the_noise_scale() -> None:
+    study = variants()["unresolved"]
+    text = Page(render_page(study)).text
+    assert "from the noise scale alone" not in text
+    assert "nothing that was measured shows that a larger one pays" in text
+    assert "costs more" not in text
+    assert summary_rows(study.to_json())[5][1] == "0 %"
+
+
+def test_a_recommended_batch_whose_full_run_is_unresolved_says_so() -> None:
+    study = sample_study()
+    assert "In the full runs here" not in Page(render_page(study)).text
+    large = tuple(dataclasses.replace(run, verdict="unresolved") if run.batch == 64 else run for run in study.large)
+    text = Page(render_page(dataclasses.replace(study, large=large))).text
+    assert "In the full runs here this batch is unresolved" in text
+
+
+def test_where_it_breaks_is_not_said_of_a_batch_that_one_rule_keeps() -> None:
+    # at 256 the linear rule matches and the other is worse; at 1,024 none matches
+    text = Page(sample_html()).text
+    assert "At batch 1,024 the linear rule diverges and predicted ε(B) ends worse, and no rule" in text
+    assert "Some run at batch 256" not in text
 
 
 def test_what_is_not_resolved_is_said_with_its_reason_and_never_as_a_number() -> None:

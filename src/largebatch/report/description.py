@@ -15,8 +15,10 @@ from typing import Literal
 from largebatch.report.words import Part, number
 
 Values = tuple[float | None, ...]
-Symbol = Literal["circle", "square", "diamond", "triangle", "pentagon", "star", "x", "beyond", "above"]
-"""`beyond` is an open triangle to the upper right, `above` one upwards: the truth lies farther that way."""
+Dash = Literal["solid", "dash", "dot"]
+Symbol = Literal["circle", "square", "diamond", "triangle", "pentagon", "star", "x", "beyond", "above", "up", "down"]
+"""`beyond` is a triangle to the upper right, `above` one upwards: the truth lies farther that way.
+`up` and `down` stand at the picture's edge: what is drawn goes on beyond it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +42,7 @@ class Trace:
     y: Values
     colour: str
     line: bool = False
-    dash: Literal["solid", "dash", "dot"] = "solid"
+    dash: Dash = "solid"
     width: float = 2.0
     symbol: Symbol | None = None
     size: float = 8.0

@@ -68,7 +68,7 @@
     circle: "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0Z", square: "M-4,-4H4V4H-4Z", diamond: "M0,-5L5,0L0,5L-5,0Z",
     "triangle-up": "M0,-5L5,4H-5Z", pentagon: "M0,-5L5,-1L3,5H-3L-5,-1Z", "x-thin": "M-4,-4L4,4M4,-4L-4,4",
     star: "M0,-7L1.7,-2.3L6.7,-2.2L2.7,0.9L4.1,5.7L0,2.9L-4.1,5.7L-2.7,0.9L-6.7,-2.2L-1.7,-2.3Z",
-    "triangle-ne": "M5,-5V4L-4,-5Z",
+    "triangle-ne": "M5,-5V4L-4,-5Z", "triangle-down": "M0,5L5,-4H-5Z",
   };
   const dashes = { solid: "", dash: "7 4", dot: "2 3" };
 

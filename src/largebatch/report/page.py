@@ -10,15 +10,16 @@ from typing import Any
 
 from largebatch.errors import MissingExtraError
 from largebatch.records.files import plain, write_atomic
-from largebatch.records.schema import Interval, LargeRun, StudyResult
+from largebatch.records.schema import LargeRun, StudyResult
 from largebatch.report.figures import study_figures
+from largebatch.report.measured import baseline_facts, key_words, measured_facts, said_value
 from largebatch.report.palette import DARK, LIGHT
 from largebatch.report.plotly_page import markup, plotly_figure
 from largebatch.report.png import png_bytes
 from largebatch.report.reading import typed_result
 from largebatch.report.summary import has_number, key_numbers, next_steps, summary_rows
-from largebatch.report.training_figures import rule_name
-from largebatch.report.words import Part, Said, counted, finite, number, say
+from largebatch.report.verdicts import recommended_run, rule_name
+from largebatch.report.words import Part, Said, counted, finite, number, say, split_summary
 
 __all__ = ["summary_rows", "write_report"]
 
@@ -78,8 +79,11 @@ def render_page(study: StudyResult) -> str:
     environment.filters["symbols"] = symbols
     environment.filters["unbroken"] = unbroken
     figures = study_figures(study)
+    headline, rest = split_summary(study.summary)
     return environment.from_string(_asset("template.html.j2")).render(
         study=study,
+        headline=headline,
+        rest=rest,
         figures={figure.name: figure for figure in figures},
         drawings=plain({figure.name: plotly_figure(figure) for figure in figures}),
         palettes={"light": LIGHT, "dark": DARK},
@@ -89,27 +93,21 @@ def render_page(study: StudyResult) -> str:
         else [(front, None) for front in study.fronts],
         recipe=recommended_run(study),
         steps=next_steps(study),
-        protocol=[(_words(key), said_value(value)) for key, value in study.protocol.items()],
-        reference=[(_words(key), said_value(value)) for key, value in study.reference.items()],
+        facts=measured_facts(study),
+        reference=baseline_facts(study),
+        match_points=study.protocol.get("match_points"),
         say=say,
         counted=counted,
         has_number=has_number,
         rule_name=rule_name,
         error_words=error_words,
         difference_words=difference_words,
-        words=_words,
+        words=key_words,
         said_value=said_value,
         style=Markup(_asset("style.css")),
         script=Markup(_asset("draw.js")),
         plotly_js=Markup(get_plotlyjs()),
     )
-
-
-def recommended_run(study: StudyResult) -> LargeRun | None:
-    """The full run whose recipe is the recommended one: same batch, nearest learning rate."""
-    chosen = study.recommendation
-    runs = [run for run in study.large if run.batch == chosen.batch and run.recipe]
-    return min(runs, key=lambda run: abs(run.lr - chosen.lr), default=None)
 
 
 def error_words(run: LargeRun) -> Said:
@@ -135,35 +133,6 @@ def difference_words(run: LargeRun) -> Said | None:
 def _points(value: float) -> Part:
     """A difference of two percentages, signed."""
     return Part(f"{value:+.2f}".replace("-", "\u2212"), value)
-
-
-def said_value(value: Any) -> tuple[Part, ...]:
-    """Say any JSON value of the protocol in words, numbers with their exact value behind."""
-    if isinstance(value, bool) or value is None:
-        return (Part({True: "yes", False: "no", None: "none"}[value]),)
-    if isinstance(value, int | float):
-        return (counted(value),)
-    if isinstance(value, Mapping):
-        if set(value) == {"value", "low", "high"}:
-            said = say(Interval(value=value["value"], low=value["low"], high=value["high"]))
-            return (*said.headline, Part(" ("), *said.detail, Part(")"))
-        pairs = [(Part(f"{_words(key)} "), *said_value(item)) for key, item in value.items()]
-        return _joined(pairs, "; ")
-    if isinstance(value, list | tuple):
-        return _joined([said_value(item) for item in value], ", ")
-    return (Part(str(value)),)
-
-
-def _joined(groups: list[tuple[Part, ...]], between: str) -> tuple[Part, ...]:
-    parts: list[Part] = []
-    for index, group in enumerate(groups):
-        parts += [Part(between), *group] if index else group
-    return tuple(parts)
-
-
-def _words(key: str) -> str:
-    text = re.sub(r"\blr\b", "learning rate", str(key).replace("_", " "))
-    return text[:1].upper() + text[1:]
 
 
 def _asset(name: str) -> str:

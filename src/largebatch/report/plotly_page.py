@@ -12,6 +12,7 @@ from html import escape
 from typing import Any
 
 from largebatch.report.description import SYMBOL, Axis, Band, Figure, Note, Trace, tick_label
+from largebatch.report.words import tidy
 
 _SYMBOLS = {
     "circle": "circle",
@@ -23,6 +24,8 @@ _SYMBOLS = {
     "x": "x-thin",
     "beyond": "triangle-ne",
     "above": "triangle-up",
+    "up": "triangle-up",
+    "down": "triangle-down",
 }
 
 
@@ -79,7 +82,7 @@ def markup(text: str) -> str:
     >>> markup("B_simple < 3")
     'B<sub>simple</sub> &lt; 3'
     """
-    return re.sub(r"(?<=\d) %", "\u00a0%", SYMBOL.sub(_subscript, escape(text)))
+    return re.sub(r"(?<=\d) %", "\u00a0%", SYMBOL.sub(_subscript, escape(tidy(text))))
 
 
 def _subscript(match: re.Match[str]) -> str:
@@ -140,6 +143,8 @@ def _axis(axis: Axis) -> dict[str, Any]:
     }
     if axis.ticks:
         drawn |= {"tickvals": axis.ticks, "ticktext": [tick_label(tick) for tick in axis.ticks]}
+    elif not axis.log:
+        drawn["tickformat"] = ","
     return drawn
 
 

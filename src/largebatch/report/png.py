@@ -10,6 +10,7 @@ from largebatch.errors import MissingExtraError
 from largebatch.report.description import SYMBOL, Axis, Figure, Trace, tick_label
 from largebatch.report.palette import LIGHT, role_and_opacity
 from largebatch.report.plotly_page import stretches
+from largebatch.report.words import tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +25,8 @@ _MARKERS: dict[str, Any] = {
     "x": "x",
     "beyond": (3, 0, -45),
     "above": "^",
+    "up": "^",
+    "down": "v",
 }
 _DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (5, 2.5)), "dot": (0, (1.5, 2))}
 
@@ -66,7 +69,8 @@ def png_bytes(figure: Figure, *, width: float = 9.0, height: float = 5.4, dots_p
             color=_rgba(note.colour),
         )
     _draw_axes(axes, figure)
-    canvas.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=LIGHT["ink"])
+    if any(axes.get_legend_handles_labels()):
+        canvas.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=LIGHT["ink"])
     buffer = io.BytesIO()
     canvas.savefig(buffer, format="png", metadata={"Title": figure.title, "Description": figure.alt, "Software": ""})
     return buffer.getvalue()
@@ -105,7 +109,7 @@ def _draw_axes(axes: Axes, figure: Figure) -> None:
 
 
 def _draw_axis(axes: Axes, axis: Axis, which: str) -> None:
-    from matplotlib.ticker import NullFormatter, NullLocator
+    from matplotlib.ticker import NullFormatter, NullLocator, StrMethodFormatter
 
     backend = axes.xaxis if which == "x" else axes.yaxis
     if axis.log:
@@ -115,12 +119,14 @@ def _draw_axis(axes: Axes, axis: Axis, which: str) -> None:
         backend.set_minor_locator(NullLocator())
         backend.set_minor_formatter(NullFormatter())
         backend.set_ticks(list(axis.ticks), labels=[tick_label(tick) for tick in axis.ticks])
+    elif not axis.log:
+        backend.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
     backend.set_label_text(_plain(axis.title), color=LIGHT["muted"])
 
 
 def _plain(text: str) -> str:
     """Keep matplotlib from reading a dollar sign as mathematics; set B_simple and its like with a subscript."""
-    return SYMBOL.sub(_subscript, text.replace("$", r"\$"))
+    return SYMBOL.sub(_subscript, tidy(text).replace("$", r"\$"))
 
 
 def _subscript(match: re.Match[str]) -> str:

@@ -8,7 +8,14 @@ from typing import Any
 
 from largebatch.records.schema import StudyResult
 from largebatch.report.reading import typed_result
-from largebatch.report.words import Part, Said, counted, finite, number, percent, say
+from largebatch.report.verdicts import batch_words, first_failure, recommended_run, verdict_words
+from largebatch.report.words import Part, Said, counted, finite, number, percent, say, tidy
+
+_SOURCES = {
+    "front": "from the measured front",
+    "noise": "from the noise scale alone",
+    "baseline": "nothing larger is shown to pay",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +54,7 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         value = (
             f"{key.said.plain_headline} {key.unit}" if key.unit and has_number(key.said) else key.said.plain_headline
         )
-        rows.append((key.label, value, "; ".join(part for part in (key.said.plain_detail, key.note) if part)))
+        rows.append((key.label, value, "; ".join(tidy(part) for part in (key.said.plain_detail, key.note) if part)))
     return rows
 
 
@@ -63,13 +70,13 @@ def key_numbers(result: StudyResult) -> tuple[KeyNumber, ...]:
     against = f"predicted, against batch {number(baseline)}" if isinstance(baseline, int) else "predicted"
     hardest = f"goal: loss {number(front.goal)}, the hardest"
     saved = percent(1 - chosen.fewer_steps)
-    ratio = say(front.b_simple_over_b_crit, reason=front.reason)
+    ratio = say(front.b_simple_over_b_crit, resolved=front.resolved, reason=front.reason)
     return (
         KeyNumber(
             label="Recommended batch",
             said=Said((counted(chosen.batch),), (Part("learning rate "), counted(chosen.lr))),
             unit=unit,
-            note="from the measured front" if chosen.source == "front" else "from the noise scale alone",
+            note=_SOURCES.get(chosen.source, chosen.source),
             primary=True,
         ),
         KeyNumber(
@@ -86,7 +93,7 @@ def key_numbers(result: StudyResult) -> tuple[KeyNumber, ...]:
             unit=unit,
             note=hardest,
         ),
-        KeyNumber(label="B_simple / B_crit", said=ratio, note="1: the noise alone tells the front"),
+        KeyNumber(label="B_simple / B_crit", said=ratio, note="1 would mean that the noise alone tells the front"),
         KeyNumber(label="Steps saved", said=Said((Part(saved.text, finite(chosen.fewer_steps)),)), note=against),
         KeyNumber(
             label=f"Extra {unit}",
@@ -104,13 +111,16 @@ def next_steps(result: StudyResult) -> tuple[Step, ...]:
     steps = [_use(result, small)]
     if small is not None and chosen.batch > small:
         steps += [_accumulate(result, small), _spread(result)]
-    failing = [run.batch for run in result.large if run.verdict in ("worse", "diverged") and run.role != "baseline"]
-    if failing:
-        text = (Part("Some run at batch "), counted(min(failing)), Part(" ended worse than the baseline or diverged. "))
-        tail = Part(
-            "Stay well below it: near the breaking point the error is also more sensitive to the learning rate."
+    if failure := first_failure(result):
+        batch, runs = failure
+        words = batch_words(runs)
+        text = (
+            Part("At batch "),
+            counted(batch),
+            Part(f" {words}, and no rule is shown to keep the baseline's error. "),
         )
-        steps.append(Step(title="Know where it breaks", text=(*text, tail)))
+        tail = Part("Before you go that far, compare one full run with your baseline.")
+        steps.append(Step(title="Know where it may break", text=(*text, tail)))
     if unresolved := _unresolved(result):
         steps.append(unresolved)
     steps.append(_again(result, small))
@@ -118,7 +128,7 @@ def next_steps(result: StudyResult) -> tuple[Step, ...]:
 
 
 def _use(result: StudyResult, small: int | None) -> Step:
-    chosen = result.recommendation
+    chosen, run = result.recommendation, recommended_run(result)
     text: tuple[Part, ...] = (
         Part("Set the batch to "),
         counted(chosen.batch),
@@ -127,14 +137,21 @@ def _use(result: StudyResult, small: int | None) -> Step:
         Part(", with the recipe above. Keep the number of epochs: an epoch then has fewer steps, which is the gain."),
     )
     if small == chosen.batch:
+        why = f"a larger one is predicted to cost more extra {result.unit} than the study allows."
+        if chosen.source == "baseline":
+            why = "nothing that was measured shows that a larger one pays."
         text = (
             Part("Stay at batch "),
             counted(chosen.batch),
-            Part(f" and learning rate {number(chosen.lr)}: a larger one costs more {result.unit} than it saves steps."),
+            Part(" and learning rate "),
+            counted(chosen.lr),
+            Part(f": {why}"),
         )
-    if chosen.source != "front":
+    elif run is not None and run.verdict != "matches":
+        text += (Part(f" In the full runs here this batch {verdict_words(run)}, so compare with your baseline first."),)
+    if chosen.source == "noise":
         text += (Part(" This rests on the noise scale alone, so compare one full run with your baseline first."),)
-    return Step(title="Use it", text=text)
+    return Step(title="Use it" if small != chosen.batch else "Stay where you are", text=text)
 
 
 def _accumulate(result: StudyResult, small: int) -> Step:
@@ -168,13 +185,17 @@ def _spread(result: StudyResult) -> Step:
 
 
 def _unresolved(result: StudyResult) -> Step | None:
-    parts = []
+    parts: list[str] = []
     if not say(result.b_simple).resolved:
         parts.append("the noise scale B_simple")
-    parts += [f"B_crit at loss {number(front.goal)} ({front.reason})" for front in result.fronts if not front.resolved]
+    for front in result.fronts:
+        if not front.resolved:
+            why = tidy(front.reason).rstrip(". ")
+            parts.append(f"B_crit at loss {number(front.goal)}" + (f" ({why})" if why else ""))
     if not parts:
         return None
-    text = f"Not resolved: {'; '.join(parts)}. The same command with a larger budget adds batch sizes and seeds."
+    what = "; ".join(parts)
+    text = f"Not resolved: {what}. A study cut short by --budget adds batch sizes and seeds under a larger one."
     return Step(title="What is still open", text=(Part(text),))
 
 
@@ -182,13 +203,14 @@ def _again(result: StudyResult, small: int | None) -> Step:
     text = (
         Part(
             "The noise scale belongs to this model, these data and this optimizer, "
-            "and it usually grows as the loss falls. "
+            "and it often grows as the loss falls (McCandlish 2018). "
         ),
         Part("Measure again when one of them changes, or when you train on to a clearly lower loss. "),
         Part("In your own loop that is three lines (a step needs two microbatches or more):"),
     )
+    unit = "" if result.unit == "examples" else f', unit="{result.unit}"'
     code = (
-        f"monitor = lb.NoiseScaleMonitor(model, microbatch={max(1, (small or 2) // 2)})\n"
+        f"monitor = lb.NoiseScaleMonitor(model, microbatch={max(1, (small or 2) // 2)}{unit})\n"
         "# after the last backward of a step:\n"
         "monitor.step()\n"
         "print(monitor.noise_scale)"

@@ -7,23 +7,18 @@ from statistics import fmean
 
 from largebatch.records.schema import LargeRun, StudyResult
 from largebatch.report.description import Axis, Band, Figure, Note, Symbol, Trace, log_axis
-from largebatch.report.words import Part, counted, number
+from largebatch.report.verdicts import kept_caption, recommended_run, rule_name
+from largebatch.report.words import Part, number
 
 RULE_COLOURS = {"baseline": "ink", "linear": "second", "noise": "accent"}
-RULE_NAMES = {"baseline": "baseline", "linear": "linear rule", "noise": "predicted eps(B)"}
 _BATCH_SYMBOLS: tuple[Symbol, ...] = ("circle", "square", "triangle", "diamond", "pentagon")
 _BATCH_DASHES = ("solid", "dash", "dot")
 
 
-def rule_name(run: LargeRun) -> str:
-    """The rule in the page's words."""
-    return RULE_NAMES.get(run.rule, run.rule)
-
-
 def curves_figure(result: StudyResult) -> Figure:
-    """Held-out error after each epoch, mean and range over seeds, for every full run."""
+    """Mean held-out error after each epoch of every full run; the range over seeds where it is the point."""
     batches = sorted({run.batch for run in result.large if run.role != "baseline"})
-    traces, bands, values = [], [], []
+    traces, bands, values, chosen = [], [], [], recommended_run(result)
     for run in result.large:
         rows = _by_epoch(run)
         if not rows:
@@ -43,7 +38,7 @@ def curves_figure(result: StudyResult) -> Figure:
                 colour=colour,
                 line=True,
                 dash="solid" if is_baseline else _BATCH_DASHES[place % 3],
-                width=3 if is_baseline else 2,
+                width=3 if is_baseline or run is chosen else 1.75,
                 symbol=None if is_baseline else _BATCH_SYMBOLS[place % 5],
                 size=6,
                 hover=tuple(
@@ -53,16 +48,18 @@ def curves_figure(result: StudyResult) -> Figure:
                 ),
             )
         )
-        low, high = tuple(min(errors) for errors in rows.values()), tuple(max(errors) for errors in rows.values())
-        bands.append(Band(x=epochs, low=low, high=high, colour=f"{colour}@0.12", group=name))
-        values += [*low, *high]
+        values += means
+        if is_baseline or run is chosen:
+            low, high = tuple(min(errors) for errors in rows.values()), tuple(max(errors) for errors in rows.values())
+            bands.append(Band(x=epochs, low=low, high=high, colour=f"{colour}@0.15", group=name))
+            values += [*low, *high]
     last = max((epoch for trace in traces for epoch in trace.x if epoch is not None), default=1.0)
     return Figure(
         name="curves",
         title="Training, small batch against large",
         caption=(
-            Part("Where the curves come together a large batch costs no accuracy; "),
-            Part("a curve that stays above the baseline's has paid for its size (line: mean over seeds; band: range)."),
+            Part("Line: mean over seeds; shaded: their range, for the baseline and the recommended batch. "),
+            Part("Whether a curve that ends above the baseline's is shown to be worse, the verdicts below say."),
         ),
         alt="Line chart of held-out error after each epoch for the baseline and every large-batch run.",
         x=Axis(title="Epoch", log=False, low=0.5, high=last + 0.5),
@@ -116,7 +113,7 @@ def error_figure(result: StudyResult) -> Figure:
     return Figure(
         name="error",
         title="Error against batch",
-        caption=_error_caption(result),
+        caption=kept_caption(result),
         alt="Chart of final held-out error against the batch, a series a rule; diverged runs at the top.",
         x=x,
         y=y,
@@ -160,21 +157,6 @@ def _rule_traces(runs: list[LargeRun], colour: str, shift: float, name: str) -> 
             )
         )
     return traces
-
-
-def _error_caption(result: StudyResult) -> tuple[Part, ...]:
-    matching = [run.batch for run in result.large if run.verdict == "matches" and run.role != "baseline"]
-    if not matching:
-        return (Part("No batch above the baseline's is shown to keep its error."),)
-    failing = [run.batch for run in result.large if run.verdict in ("worse", "diverged") and run.batch > max(matching)]
-    end = (Part(" and lost by every rule at batch "), counted(min(failing))) if failing else ()
-    return (
-        Part("The baseline's error is kept up to batch "),
-        counted(max(matching)),
-        Part(" by at least one rule"),
-        *end,
-        Part("."),
-    )
 
 
 def _by_epoch(run: LargeRun) -> dict[float, list[float]]:

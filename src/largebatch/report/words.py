@@ -7,6 +7,8 @@ resolved is never shown as a number; what is bounded on one side is "at least" o
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from largebatch.records.schema import Interval
@@ -91,6 +93,7 @@ def say(interval: Interval, *, resolved: bool = True, reason: str = "") -> Said:
     'not resolved (no run reached the goal)'
     """
     value, low, high = finite(interval.value), finite(interval.low), finite(interval.high)
+    reason = tidy(reason).rstrip(". ")
     why = (Part(reason),) if reason else ()
     if resolved and value is not None and (low is None) == (high is None):
         if low is None or high is None:
@@ -112,5 +115,37 @@ def percent(fraction: float, *, signed: bool = False) -> Part:
     """A fraction as per cent, with its exact fraction behind it."""
     if not math.isfinite(fraction):
         return Part("not resolved")
-    rounded = f"{100 * fraction:{'+' if signed else ''}.0f}".replace("-", "\u2212")
-    return Part(f"{rounded} %", fraction)
+    whole = round(100 * fraction)
+    return Part(tidy(f"{whole:{'+' if signed and whole else ''}d} %"), fraction)
+
+
+def tidy(text: str) -> str:
+    """Set per cent signs and minus signs in a sentence as everywhere else.
+
+    >>> tidy("20% more, -0.5 to 1e-05")
+    '20 % more, −0.5 to 1e-05'
+    """
+    return re.sub(r"(?<![\w.)\]-])-(?=\d)", "\u2212", re.sub(r"(?<=\d)%", " %", text))
+
+
+def split_summary(text: str) -> tuple[str, str]:
+    """Cut a paragraph after its first sentence, which is the headline; a stop within brackets ends none.
+
+    >>> split_summary("Keep digits at batch 4: 1.8 is no gain. B_crit is 36.2 examples.")
+    ('Keep digits at batch 4: 1.8 is no gain.', 'B_crit is 36.2 examples.')
+    """
+    text = text.strip()
+    for stop in re.finditer(r"[.!?]+\s+(?=[^\W\d_a-z])", text):
+        first = text[: stop.end()].rstrip()
+        if first.count("(") == first.count(")"):
+            return first, text[stop.end() :]
+    return text, ""
+
+
+def listed(items: Sequence[str]) -> str:
+    """Join words as a sentence does.
+
+    >>> listed(["8", "16", "32"])
+    '8, 16 and 32'
+    """
+    return " and ".join(filter(None, (", ".join(items[:-1]), *items[-1:])))
