@@ -1,8 +1,11 @@
 """Does the page work in a real browser, offline, on a phone and on a desk?"""
 
+import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from tests.report.sample import sample_result
 
+from largebatch.records.files import plain
 from largebatch.report.page import write_report
 
 HOW = "apt-get install chromium"
@@ -126,3 +130,19 @@ def test_turning_the_phone_draws_again_at_the_new_width(browser: Any, report: Pa
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     assert trouble == []
     page.context.close()
+
+
+def test_the_picture_of_the_report_is_1400_wide_and_light_enough_for_a_readme(browser: Any, tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[2] / "scripts" / "report_picture.py"
+    (tmp_path / "result.json").write_text(json.dumps(plain(sample_result())))
+    image = tmp_path / "report.png"
+    subprocess.run([sys.executable, script, tmp_path / "result.json", image], check=True)
+    head = image.read_bytes()[:24]
+    width, height = (int.from_bytes(head[place : place + 4], "big") for place in (16, 20))
+    assert width == 1400
+    assert 600 < height <= 1700
+    assert image.stat().st_size < 400_000
+    refused = subprocess.run([sys.executable, script, tmp_path / "none.json", image], capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert "none.json does not exist" in refused.stderr
+    assert "Traceback" not in refused.stderr
