@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import typer
-from drawn_task import write_task
-from oracles.drawn_front import draw_problem
 
+from drawn_task import write_task
 from largebatch.cli.app import app
 from largebatch.records.files import read_lines
+from oracles.drawn_front import draw_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "largebatch.cli"]

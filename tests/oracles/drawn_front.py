@@ -9,11 +9,12 @@ import numpy as np
 def draw_problem(seed):
     """A data set with a random amount of noise: (inputs, targets, sigma)."""
     rng = np.random.default_rng(seed)
-    dim, num_examples = 6, 2048
-    sigma = float(np.exp(rng.uniform(np.log(0.7), np.log(2.0))))
-    inputs = rng.standard_normal((num_examples, dim))
-    truth = rng.standard_normal(dim)
-    truth *= 2.0 / np.linalg.norm(truth)
+    dim, num_examples = 32, 2048
+    sigma = float(np.exp(rng.uniform(np.log(2.0), np.log(4.0))))
+    # Curvatures from 1 down to 0.04: a front of many steps, and directions that share the loss.
+    stds = np.geomspace(1.0, 0.2, dim)
+    inputs = rng.standard_normal((num_examples, dim)) * stds
+    truth = rng.choice([-1.0, 1.0], dim) * rng.uniform(0.7, 1.3, dim) / stds
     targets = inputs @ truth + sigma * rng.standard_normal(num_examples)
     return inputs, targets, sigma
 

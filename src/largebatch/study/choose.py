@@ -29,6 +29,8 @@ _CURVATURE_WEIGHT = 0.15
 """How much that expectation counts beside one run: run noise of 0.1 over a spread of 0.7 between tasks."""
 _WINDOW = 1.6
 """How many factors around the chosen rate the runs tell its level: two or three to a search, on both sides."""
+CLIFF = 0.12
+"""Log steps that the choice may give away to the fastest run, by the runs beside it."""
 _TOLERANCE = 1.001
 
 Search = Sequence[tuple[float, float | None, float]]
@@ -98,7 +100,9 @@ def best_lr(tried: Mapping[float, Outcome], factor: float = SEARCH_FACTOR) -> fl
     """Return the learning rate that should be fastest, or None when no run reached the goal.
 
     The minimum of `parabola`, rounded to a tried rate or half a factor (in log) from one so that goals can share
-    runs, and never more than one factor from the fastest run. Assumes one minimum. On a noise-free curve with one
+    runs, and never more than one factor from the fastest run. Where the runs say that this would cost more steps
+    than noise explains (at a large batch the curve falls like 1/lr up to a cliff, which no parabola fits), the
+    fastest run's own rate. Assumes one minimum. On a noise-free curve with one
     minimum the choice is within two factors of the best, because the fastest run is within one.
 
     Args:
@@ -111,8 +115,19 @@ def best_lr(tried: Mapping[float, Outcome], factor: float = SEARCH_FACTOR) -> fl
     if fastest is None:
         return None
     vertex, _, _ = parabola(tried, factor)
-    half_steps = round(2 * (vertex - math.log(fastest)) / math.log(factor))
-    return fastest * factor ** (max(-2, min(2, half_steps)) / 2)
+    half_steps = max(-2, min(2, round(2 * (vertex - math.log(fastest)) / math.log(factor))))
+    chosen = fastest * factor ** (half_steps / 2)
+    return fastest if _chord(tried, fastest, chosen) > CLIFF else chosen
+
+
+def _chord(tried: Mapping[float, Outcome], fastest: float, lr: float) -> float:
+    """Log steps above the fastest run at `lr`, on the straight line to the next run on that side (0 without one)."""
+    side = [other for other in tried if (other - fastest) * (lr - fastest) > 0 and tried[other].steps is not None]
+    if not side:
+        return 0.0
+    other = min(side, key=lambda rate: abs(math.log(rate / fastest)))
+    rise = math.log((tried[other].steps or math.inf) / (tried[fastest].steps or math.inf))
+    return rise * math.log(lr / fastest) / math.log(other / fastest)
 
 
 def parabola(tried: Mapping[float, Outcome], factor: float = SEARCH_FACTOR) -> tuple[float, float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,46 +93,86 @@ def tune_reference(context: Context) -> tuple[Search, float, float]:
     return search, tuned, steps
 
 
-def measure(context: Context, lr: float, steps: float) -> tuple[RunRecord, StepArrays]:
-    """Train once more at the baseline with the monitor on; return the record and its moments, one row a step.
+def measure(context: Context, lr: float, steps: float) -> Prediction:
+    """Train at the baseline with the monitor on, and predict every goal from what it measured.
+
+    One run is enough where its noise scale is resolved. Where it is not, or its interval is wide, runs with other
+    seeds are added in rounds and their moments averaged step by step.
 
     Args:
         lr: the tuned learning rate.
         steps: steps it is expected to need to the hardest goal.
     """
-    recipe, protocol = context.task.recipe, context.protocol
-    spec = context.spec(
-        "measure", recipe.reference_batch, lr, 0, goals=context.goals, monitor=True,
-        microbatch=microbatch_for(recipe.reference_batch, protocol),
-        max_steps=math.ceil(protocol.step_allowance * steps) + 10,
-    )  # fmt: skip
+    protocol = context.protocol
     context.measured_steps = math.ceil(steps)
-    record = context.run([spec], context.on_step)[0]
-    lines = read_lines(context.launcher.folder(spec) / "steps.jsonl")
-    names = ("step", "loss", "lr", "trace_cov", "grad_sq_norm", "sq_norm_small", "sq_norm_step")
-    arrays = {name: np.array([line[name] for line in lines if line["trace_cov"] is not None]) for name in names}
-    if record.status == "diverged" or not len(arrays["step"]):
+    num_runs = 1
+    while True:
+        runs = _measured_runs(context, lr, steps, num_runs)
+        prediction = forecast(context, runs)
+        if num_runs >= protocol.max_measured_runs or not is_wide(prediction.goals[-1].b_simple, protocol.wide_ratio):
+            return prediction
+        num_runs = min(2 * num_runs + 1, protocol.max_measured_runs)
+        context.on_phase("measure", f"the noise scale is not resolved well enough yet: {num_runs} runs in all")
+
+
+def _measured_runs(context: Context, lr: float, steps: float, num_runs: int) -> list[tuple[RunRecord, StepArrays]]:
+    recipe, protocol = context.task.recipe, context.protocol
+    specs = [
+        context.spec(
+            "measure", recipe.reference_batch, lr, number, goals=context.goals, monitor=True,
+            microbatch=microbatch_for(recipe.reference_batch, protocol),
+            max_steps=math.ceil(protocol.step_allowance * steps) + 10,
+        )
+        for number in range(num_runs)
+    ]  # fmt: skip
+    records = context.run(specs, context.on_step if num_runs == 1 else None)
+    runs = [(record, _moments_of(context, record)) for record in records]
+    kept = [(record, moments) for record, moments in runs if record.status != "diverged" and len(moments["step"])]
+    if not kept:
         raise DivergedError(
-            f"the measured run diverged after {record.steps} steps at the tuned learning rate {lr:.3g}, "
+            f"the measured run diverged after {records[0].steps} steps at the tuned learning rate {lr:.3g}, "
             "which is at the edge of stability. Lower reference_lr in the task's recipe, or state easier goals."
         )
-    return record, arrays
+    return kept
 
 
-def forecast(context: Context, record: RunRecord, moments: StepArrays) -> Prediction:
-    """What the measured run predicts for every goal (McCandlish 2018, D.1)."""
-    trace, grad, unit = moments["trace_cov"], moments["grad_sq_norm"], context.task.unit
+def _moments_of(context: Context, record: RunRecord) -> StepArrays:
+    lines = read_lines(context.launcher.folder(record.spec) / "steps.jsonl")
+    names = ("step", "loss", "trace_cov", "grad_sq_norm")
+    # A step whose gradient was not finite has no moments.
+    return {name: np.array([line[name] for line in lines if line["trace_cov"] is not None]) for name in names}
+
+
+def is_wide(interval: Interval, ratio: float) -> bool:
+    """Whether an interval is open, not positive, or its high end more than `ratio` times its low one."""
+    low, high = interval.low, interval.high
+    return low is None or high is None or not 0 < high <= ratio * low
+
+
+def forecast(context: Context, runs: Sequence[tuple[RunRecord, StepArrays]]) -> Prediction:
+    """What the measured runs predict for every goal (McCandlish 2018, D.1).
+
+    Several runs are averaged step by step over those that still go on; a goal's crossing is their geometric mean.
+    """
+    unit, batch = context.task.unit, runs[0][0].spec.batch
+    longest = max(len(moments["step"]) for _, moments in runs)
+    trace, grad, loss = (
+        np.array([
+            np.mean([moments[name][step] for _, moments in runs if step < len(moments["step"])])
+            for step in range(longest)
+        ])
+        for name in ("trace_cov", "grad_sq_norm", "loss")
+    )  # fmt: skip
+    crossings: dict[float, float | None] = {}
+    for index, goal in enumerate(context.goals):
+        found = [crossing for record, _ in runs if (crossing := record.crossings[index])]
+        crossings[goal] = min(math.exp(np.mean(np.log(found))), float(longest)) if found else None
     estimate = noise_scale(trace, grad, unit=unit)
-    # A step whose gradient was not finite has no moments; a crossing is no later than the steps that have some.
-    crossings = {
-        goal: None if found is None else min(found, float(len(trace)))
-        for goal, found in zip(context.goals, record.crossings, strict=True)
-    }
     return Prediction(
         b_simple=Interval(value=estimate.b_simple, low=estimate.interval[0], high=estimate.interval[1]),
         windows=noise_windows(
-            trace, grad, moments["loss"], unit=unit,
-            windows=geometric_windows(len(trace), shortest=max(_SHORTEST, len(trace) // 24), growth=_GROWTH),
+            trace, grad, loss, unit=unit,
+            windows=geometric_windows(longest, shortest=max(_SHORTEST, longest // 24), growth=_GROWTH),
         ),
-        goals=predict_goals(trace, grad, batch=record.spec.batch, crossings=crossings, unit=unit),
+        goals=predict_goals(trace, grad, batch=batch, crossings=crossings, unit=unit),
     )  # fmt: skip

@@ -21,6 +21,8 @@ class Protocol:
     """Fractions of the baseline run's steps whose losses become the goals."""
     num_microbatches: int = 8
     """Microbatches a step in the measured run, at most."""
+    max_measured_runs: int = 7
+    """Measured runs at most; more than one only while the noise scale's interval is wide."""
     lr_factor: float = 2**0.5
     """Step of the learning-rate search."""
     num_seeds: int = 3
@@ -28,7 +30,7 @@ class Protocol:
     max_seeds: int = 7
     """Seeds are added, two at a time, up to so many while an interval is wide."""
     wide_ratio: float = 2.5
-    """An interval of B_crit whose high is more than this many times its low is wide."""
+    """An interval (of B_crit or B_simple) whose high is more than this many times its low is wide."""
     batches_below: int = 3
     """Doublings below the predicted critical batch size that are swept."""
     batches_above: int = 3

@@ -23,9 +23,12 @@ from largebatch.study.frontier import fit_front
 from largebatch.study.identity import claim_folder, file_digest, locked
 from largebatch.study.large import train_large, winner
 from largebatch.study.launch import Launcher, cached_task
-from largebatch.study.measure import Prediction, forecast, measure, set_goals, tune_reference
+from largebatch.study.measure import Prediction, is_wide, measure, set_goals, tune_reference
 from largebatch.study.plan import Protocol, batch_grid, more_batches
 from largebatch.study.sweep import Search, confirm, search_lrs
+
+FEW_STEPS = 50
+"""Steps to the hardest goal at the baseline below which the result carries a warning."""
 
 Configure = Callable[[Context], None]
 
@@ -84,9 +87,13 @@ def _phases(context: Context, budget: float | None) -> StudyResult:
         context.units_allowed = _units_allowed(context, budget)
     context.on_phase("tune", f"learning-rate search at batch {reference}")
     reference_search, tuned_lr, reference_steps = tune_reference(context)
+    if reference_steps < FEW_STEPS:
+        context.warn(
+            f"The hardest goal takes only {reference_steps:.0f} steps at the baseline batch: a front of so few steps is "
+            "coarse. State harder goals in the task, or use a smaller reference batch."
+        )
     context.on_phase("measure", f"batch {reference}, learning rate {tuned_lr:.3g}, the monitor on")
-    record, moments = measure(context, tuned_lr, reference_steps)
-    prediction = forecast(context, record, moments)
+    prediction = measure(context, tuned_lr, reference_steps)
     fronts = _verify(context, prediction, reference_search, tuned_lr, reference_steps)
     b_simple = _positive(prediction.b_simple.value)
     recommendation = recommend(context, fronts, prediction)
@@ -155,14 +162,11 @@ def _verify(
             return fronts
         wanted = more_batches(list(swept), fronts[-1].b_crit.value, context.num_units, protocol)
         if not wanted:
-            if num_seeds >= protocol.max_seeds or not any(_is_wide(front, protocol.wide_ratio) for front in fronts):
+            if num_seeds >= protocol.max_seeds or not any(
+                is_wide(front.b_crit, protocol.wide_ratio) for front in fronts
+            ):
                 return fronts
             num_seeds += 2
-
-
-def _is_wide(front: GoalFront, ratio: float) -> bool:
-    low, high = front.b_crit.low, front.b_crit.high
-    return low is None or high is None or high > ratio * low
 
 
 def _positive(value: float | None) -> float | None:
