@@ -89,8 +89,8 @@ def _phases(context: Context, budget: float | None) -> StudyResult:
     reference_search, tuned_lr, reference_steps = tune_reference(context)
     if reference_steps < FEW_STEPS:
         context.warn(
-            f"The hardest goal takes only {reference_steps:.0f} steps at the baseline batch: a front of so few steps is "
-            "coarse. State harder goals in the task, or use a smaller reference batch."
+            f"The hardest goal takes only {reference_steps:.0f} steps at the baseline batch: a front of so few steps "
+            "is coarse. State harder goals in the task, or use a smaller reference batch."
         )
     context.on_phase("measure", f"batch {reference}, learning rate {tuned_lr:.3g}, the monitor on")
     prediction = measure(context, tuned_lr, reference_steps)
