@@ -64,7 +64,7 @@ def test_a_truncated_data_file_names_file_and_sizes(cli, tmp_path, fashion_mnist
     file = next((tmp_path / "cut").glob("train-images*"))
     data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     file.write_bytes(gzip.compress(data[:-1000]) if file.suffix == ".gz" else data[:-1000])
-    refused(cli("study", "fashion-mnist", "--data", tmp_path / "cut"), file.name, "47040016", "47039016")
+    refused(cli("study", "fashion-mnist", "--data", tmp_path / "cut"), file.name, "47,040,016", "47,039,016")
 
 
 def test_a_batch_larger_than_the_data(cli):
@@ -176,3 +176,43 @@ def test_a_real_full_disk(tmp_path):
         assert "No space left on device" in result.stderr and "Traceback" not in result.stderr
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def edited(task, old, new):
+    text = task.read_text()
+    assert old in text
+    task.write_text(text.replace(old, new))
+    return task
+
+
+def test_a_task_that_counts_something_else_than_rows(cli, tmp_path):
+    """A batch of 16 rows of 20 tokens is not a batch of 16: refused, never a number in mixed units."""
+    task = write_task(tmp_path / "task", INPUTS[:256], TARGETS[:256])
+    edited(task, "errors=loss,", "errors=loss, unit='tokens', count=lambda batch: 20 * len(batch[0]),")
+    refused(cli("study", task, "--out", "out"), "320 tokens in a batch of 16 rows", "one unit a row")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_bug_in_the_users_own_code_names_its_line(cli, tmp_path, jobs):
+    task = write_task(tmp_path / "task", INPUTS[:256], TARGETS[:256], goals=(1.0, 0.9, 0.8))
+    edited(task, "    x, y = batch\n", "    x, y = batch\n    raise ValueError('my own bug')\n")
+    refused(cli("study", task, "--out", "out", "--jobs", jobs), "ValueError: my own bug", "drawn.py, line")
+
+
+def test_a_goal_that_fresh_weights_meet(cli, tmp_path):
+    task = write_task(tmp_path / "task", INPUTS[:256], TARGETS[:256], goals=(1e6, 1e5, 1e4))
+    refused(cli("study", task, "--out", "out"), "met before the first step")
+
+
+def test_other_data_under_the_same_name_is_another_study(cli, tmp_path):
+    task = write_task(tmp_path / "task", INPUTS[:256], TARGETS[:256], epochs=2)
+    assert cli("train", task, "--out", "out")[0] == 0
+    write_task(tmp_path / "task", 2 * INPUTS[:256], TARGETS[:256], epochs=2)
+    refused(cli("train", task, "--out", "out"), "another train", "data_sha256", "Choose another --out")
+
+
+def test_an_edited_task_is_not_answered_from_an_old_run(cli, tmp_path):
+    task = write_task(tmp_path / "task", INPUTS[:256], TARGETS[:256], epochs=2)
+    assert cli("train", task, "--out", "out")[0] == 0
+    edited(task, "momentum=0.0", "momentum=0.5")
+    refused(cli("train", task, "--out", "out"), "another train", "Choose another --out")

@@ -19,15 +19,16 @@ def test_the_grid_is_powers_of_two_within_half_the_data(center, num_units):
         assert len(grid) >= 5
 
 
-@given(st.integers(2, 4096))
-def test_the_microbatch_splits_the_batch_evenly_into_at_least_two(batch):
-    part = microbatch_for(batch, RULES)
-    assert batch % part == 0 and batch // part >= 2
+@given(st.integers(2, 20_000))
+def test_the_microbatch_splits_the_batch_into_two_to_eight(batch):
+    part = microbatch_for(batch, RULES, 1000)
+    assert 1 <= part < batch and part <= 1000
+    assert part == 1000 or -(-batch // part) <= RULES.num_microbatches
 
 
 def test_a_batch_of_one_cannot_be_measured_by_splitting():
     with pytest.raises(ConfigError, match="two batch sizes"):
-        microbatch_for(1, RULES)
+        microbatch_for(1, RULES, 1000)
 
 
 def test_batches_are_added_where_a_side_of_b_crit_is_missing():

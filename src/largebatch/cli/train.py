@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +12,9 @@ import typer
 from largebatch.cli.output import StudyProgress, console, print_table, write_stdout
 from largebatch.errors import ConfigError, DivergedError
 from largebatch.noise.monitor import NoiseScaleMonitor
-from largebatch.records.files import write_json
+from largebatch.records.files import read_json, write_json
 from largebatch.records.schema import RunSpec
-from largebatch.study.identity import locked
+from largebatch.study.identity import claim_folder, identity_of, locked
 from largebatch.study.plan import Protocol, microbatch_for
 from largebatch.tasks.catalog import load_task
 from largebatch.train.loop import Progress, Run
@@ -47,27 +48,26 @@ def train_command(
         [(number.name, f"{number.value:g}" if isinstance(number.value, float) else number.value, number.rule,
           number.source) for number in resolved.numbers],
     )  # fmt: skip
-    part = microbatch or microbatch_for(size, Protocol())
+    part = microbatch or microbatch_for(size, Protocol(), loaded.max_microbatch)
     if part >= size:
         raise ConfigError(
             f"noise scale needs two batch sizes; got microbatch={part} and batch={size}. "
-            f"Use --microbatch {size // 2 or 1} or smaller, or a larger --batch."
+            + (f"Use --microbatch {size // 2} or smaller." if size > 1 else "Use --batch 2 or more.")
         )
     spec = RunSpec(
         task=loaded.name, role="train", batch=size, microbatch=part, lr=resolved.lr, schedule="goyal", seed=seed,
         max_steps=resolved.num_steps, monitor=True, evaluate_epochs=True,
     )  # fmt: skip
     folder = out or Path("largebatch-out") / f"{Path(task).stem}-b{size}-seed{seed}"
-    noise: list[str] = []
     torch.set_num_threads(1)  # the bits of a run do not depend on how many cores there are
     with locked(folder), StudyProgress() as progress:
+        claim_folder(folder, identity_of("train", task, loaded, run=asdict(spec)))
         progress.on_phase("train", f"{resolved.num_steps} steps, learning rate up to {resolved.lr:.4g}")
 
         def on_step(where: Progress, loss: float, monitor: NoiseScaleMonitor | None) -> None:
             progress.on_step(where, loss, monitor, resolved.num_steps)
             if monitor is not None and where.step == resolved.num_steps:
-                noise.append(str(monitor.noise_scale))
-                write_json(folder / "noise_scale.json", {"noise_scale": noise[-1]})
+                write_json(folder / "noise_scale.json", {"noise_scale": str(monitor.noise_scale)})
 
         record = Run(loaded, spec, folder, on_step=on_step, keep_model=True).run()
     if record.status == "diverged":
@@ -80,6 +80,6 @@ def train_command(
         for row in record.epochs
     ]
     print_table("", ("epoch", "train loss", "held-out error", "held-out loss"), rows)
-    for line in noise:
-        console.print(line, soft_wrap=True)
+    if (folder / "noise_scale.json").exists():
+        console.print(read_json(folder / "noise_scale.json")["noise_scale"], soft_wrap=True)
     write_stdout(str(folder / "run.json"))

@@ -323,7 +323,7 @@ def _outlook(sums: _Sums, grad: float, sd_grad: float, t: float) -> tuple[int | 
 
 
 def _fieller(trace: float, grad: float, covariance: Array, t: float) -> tuple[float | None, float | None]:
-    """All ratios r >= 0 with |trace - r grad| <= t sd(trace - r grad); bounded iff grad stands t deviations off 0.
+    """All ratios r with |trace - r grad| <= t sd(trace - r grad); bounded iff grad stands t deviations off 0.
 
     Source: Fieller 1954, "Some problems in interval estimation".
     """

@@ -92,7 +92,7 @@ def solve_two_sizes(
     if abs(units_step - units_small) <= SAME_SIZE * units_step:
         raise ConfigError(
             f"noise scale needs two batch sizes; got microbatch={units_small:g} and batch={units_step:g}. "
-            "Use accumulation >= 2, world_size >= 2, or per_example=True."
+            "Use accumulation >= 2: microbatches smaller than the batch."
         )
     trace_cov = (sq_norm_small - sq_norm_step) / (1.0 / units_small - 1.0 / units_step)
     grad_sq_norm = (units_step * sq_norm_step - units_small * sq_norm_small) / (units_step - units_small)

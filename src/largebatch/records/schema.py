@@ -264,8 +264,14 @@ class StudyResult:
     """The noise scale along the measured run."""
     b_simple: Interval
     """Over the whole measured run."""
+    b_simple_resolved: bool
+    """Whether that noise scale is resolved."""
+    b_simple_reason: str
+    """Why not; empty if so."""
+    num_measured_runs: int
+    """Measured runs that were averaged: 1, or more where one left the noise scale unresolved or wide."""
     eps_max: float | None
-    """Optimal learning rate without noise, from the tuned rate; None when the noise scale is not positive."""
+    """Optimal learning rate without noise, from the tuned rate; None when the noise scale is not resolved."""
     predictions: tuple[GoalPrediction, ...]
     """Per goal, from the measured run alone."""
     fronts: tuple[GoalFront, ...]

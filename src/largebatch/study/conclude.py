@@ -40,9 +40,13 @@ def recommend(context: Context, fronts: Sequence[GoalFront], prediction: Predict
         lr=recipe.resolve(batch, context.num_units).lr,
         source=source,
         reason=(
-            f"The largest power-of-two multiple of the reference batch {reference} within {exact:.0f}, where the "
-            f"{context.task.unit} to the hardest goal reach {percent(extra)} over the baseline's "
-            f"({'fitted front' if source == 'front' else 'noise-scale prediction'}, B_crit {b_crit:.4g})."
+            f"The largest power-of-two multiple of the reference batch {reference} within {exact:.0f}, "
+            + (
+                "half the training data "
+                if exact == context.num_units / 2
+                else f"where the {context.task.unit} to the hardest goal reach {percent(extra)} over the baseline's "
+            )
+            + f"({'fitted front' if source == 'front' else 'noise-scale prediction'}, B_crit {b_crit:.4g})."
         ),
         extra_units=units_at(steps, units, batch) / units_at(steps, units, reference) - 1,
         fewer_steps=steps_at(steps, units, batch) / steps_at(steps, units, reference),
@@ -54,7 +58,14 @@ def summarise(context: Context, result: StudyResult) -> StudyResult:
     unit, recommendation = result.unit, result.recommendation
     reference = int(result.reference["batch"])
     front, forecast = result.fronts[-1], result.predictions[-1]
-    if recommendation.batch > reference:
+    at_best = next((run for run in result.large if run.batch == recommendation.batch and run.rule == "linear"), None)
+    if recommendation.batch > reference and at_best is not None and at_best.verdict in ("worse", "diverged"):
+        first = (
+            f"Do not train {result.task} at batch {recommendation.batch} by the linear rule yet: the front allows it, "
+            f"but its full runs are {at_best.verdict if at_best.verdict == 'worse' else 'diverging'}, so tune the "
+            f"learning rate there first or stay at {reference}."
+        )
+    elif recommendation.batch > reference:
         first = (
             f"Train {result.task} at batch {recommendation.batch} instead of {reference}: "
             f"{1 / recommendation.fewer_steps:.1f} times fewer steps to the same loss for "
@@ -64,7 +75,7 @@ def summarise(context: Context, result: StudyResult) -> StudyResult:
         first = f"Keep {result.task} at batch {reference}: {recommendation.reason}"
     else:
         first = (
-            f"Keep {result.task} at batch {reference}: a larger one costs more than "
+            f"Keep {result.task} at batch {reference}: twice that batch would cost more than "
             f"{percent(context.protocol.extra_units)} extra {unit}."
         )
     goal = f"training loss {result.goals[-1]:.3g}"
@@ -73,7 +84,7 @@ def summarise(context: Context, result: StudyResult) -> StudyResult:
     sentences = [
         first,
         f"The critical batch size at the hardest goal ({goal}) is {crit};",
-        f"one run's noise scale had predicted {noise}.",
+        f"{'one run' if result.num_measured_runs == 1 else f'{result.num_measured_runs} runs'} had predicted {noise}.",
         *_large_sentences(result.large, recommendation.batch, reference),
     ]
     return replace(result, summary=" ".join(sentences))
@@ -114,9 +125,11 @@ def _large_sentences(large: Sequence[LargeRun], recommended: int, reference: int
         )
     elif at_best is not None and at_best.verdict == "diverged":
         sentences.append(f"Trained by the linear rule at {recommended} it diverged.")
-    failed = [run for run in large if run.rule == "linear" and run.role == "past the elbow"]
-    if failed:
-        run = failed[0]
-        how = "diverges" if run.mean is None else f"ends at {run.mean:.1f} % error"
-        sentences.append(f"At {run.batch} the linear rule {how}.")
+    failed = next((run for run in large if run.rule == "linear" and run.role == "past the elbow"), None)
+    if failed is not None:
+        errors = sorted(error for error in failed.errors if error is not None)
+        diverged = len(failed.errors) - len(errors)
+        how = [f"{diverged} of {len(failed.errors)} seeds diverge"] if diverged else []
+        how += [f"the errors are {errors[0]:.1f} to {errors[-1]:.1f} %"] if errors else []
+        sentences.append(f"At {failed.batch} the linear rule fails: {' and '.join(how)}.")
     return sentences

@@ -6,11 +6,17 @@ import contextlib
 import fcntl
 import hashlib
 from collections.abc import Generator
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from largebatch.errors import RecordError
 from largebatch.records.files import plain, read_json, storage_error, write_json
+from largebatch.records.schema import SCHEMA_VERSION
+from largebatch.tasks.task import Task
 
 
 def file_digest(task: str) -> str | None:
@@ -19,27 +25,56 @@ def file_digest(task: str) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if task.endswith(".py") and path.exists() else None
 
 
+def data_digest(task: Task) -> str:
+    """SHA-256 of a few training and held-out examples and the sizes: enough to tell one data set from another."""
+    digest = hashlib.sha256(f"{len(task.train)} {len(task.held_out)}".encode())
+    for split in (task.train, task.held_out):
+        rows = torch.linspace(0, len(split) - 1, min(len(split), 16)).long()
+        for tensor in tensors_in(split.fetch(rows)):
+            digest.update(str(tensor.shape).encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tensors_in(batch: Any) -> list[torch.Tensor]:
+    """Every tensor of a batch, in order."""
+    if isinstance(batch, torch.Tensor):
+        return [batch.detach().cpu().reshape(-1)]
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
+def identity_of(kind: str, path: str, task: Task, **settings: Any) -> dict[str, Any]:
+    """What a folder must agree on to be gone on with: code, data, recipe and settings."""
+    return {
+        "schema_version": SCHEMA_VERSION, "kind": kind, "task": task.name, "task_file_sha256": file_digest(path),
+        "data_sha256": data_digest(task), "unit": task.unit, "goals": task.goals,
+        "num_goal_examples": task.num_goal_examples, "recipe": asdict(task.recipe), "torch": torch.__version__,
+        "largebatch": version("largebatch"), **settings,
+    }  # fmt: skip
+
+
 def claim_folder(out: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Make `out` this study's folder, or find that it already is; return study.json.
+    """Make `out` the folder of this study or run, or find that it already is; return its identity.
 
     Raises:
-        RecordError: it holds another study or other files.
+        RecordError: it holds another one, or other files.
     """
-    path = out / "study.json"
+    path = out / f"{identity['kind']}.json"
     if not path.exists():
         strangers = sorted(entry.name for entry in out.iterdir() if entry.name != "lock") if out.exists() else []
         if strangers:
             raise RecordError(
-                f"{out} is not empty and holds no study (found {', '.join(strangers[:3])}). Choose another --out."
+                f"{out} is not empty and holds no {identity['kind']} (found {', '.join(strangers[:3])}). "
+                "Choose another --out."
             )
         write_json(path, identity)
         return dict(identity)
     found, wanted = read_json(path), plain(identity)
     differing = [key for key in wanted if found.get(key) != wanted[key]]
     if differing:
-        key = differing[0]
+        key, kind = differing[0], identity["kind"]
         raise RecordError(
-            f"{out} holds another study: its {key} is {_short(found.get(key))}, this one's is {_short(wanted[key])}. "
+            f"{out} holds another {kind}: its {key} is {_short(found.get(key))}, this one's is {_short(wanted[key])}. "
             f"Choose another --out, or delete {out} to start afresh."
         )
     return found

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from scipy import stats
 
+from largebatch.errors import DivergedError
 from largebatch.recipe.recipe import ResolvedRecipe
-from largebatch.recipe.scaling import eps_max_from, noise_scale_lr
+from largebatch.recipe.scaling import noise_scale_lr
 from largebatch.records.schema import Interval, LargeRun, RunRecord, RunSpec
 from largebatch.study.context import Context
 
@@ -26,30 +28,37 @@ Choice = tuple[int, str, str]
 """(batch, rule, role)."""
 
 
-def noise_lr(context: Context, b_simple: float, batch: int) -> float:
-    """eps(B) = eps_max / (1 + B_simple / B), through the reference batch and rate (McCandlish 2018, eq. 2.6)."""
-    recipe = context.task.recipe
-    return noise_scale_lr(eps_max_from(recipe.reference_lr, b_simple, recipe.reference_batch), b_simple, batch)
+@dataclass(frozen=True, slots=True)
+class NoiseRule:
+    """eps(B) = eps_max / (1 + B_simple / B), through the tuned rate (McCandlish 2018, eq. 2.6)."""
+
+    eps_max: float
+    b_simple: float
+
+    def lr_at(self, batch: int) -> float:
+        """Learning rate at `batch`."""
+        return noise_scale_lr(self.eps_max, self.b_simple, batch)
 
 
-def resolve(context: Context, batch: int, rule: str, b_simple: float | None) -> ResolvedRecipe:
+def resolve(context: Context, batch: int, rule: str, noise: NoiseRule | None) -> ResolvedRecipe:
     """The recipe at `batch` by one of the two rules."""
     recipe = context.task.recipe
     if rule != "noise":
         return recipe.resolve(batch, context.num_units)
-    assert b_simple is not None
+    assert noise is not None
     return recipe.resolve(
-        batch, context.num_units, lr=noise_lr(context, b_simple, batch),
-        rule=f"eps_max / (1 + B_simple / B) with B_simple = {b_simple:.4g}, McCandlish 2018, eq. (2.6)",
+        batch, context.num_units, lr=noise.lr_at(batch),
+        rule=f"eps_max / (1 + B_simple / B), eps_max {noise.eps_max:.4g} from the tuned rate, B_simple "
+        f"{noise.b_simple:.4g} (McCandlish 2018, eq. 2.6)",
     )  # fmt: skip
 
 
-def train_large(context: Context, recommended: int, b_simple: float | None) -> tuple[LargeRun, ...]:
+def train_large(context: Context, recommended: int, noise: NoiseRule | None) -> tuple[LargeRun, ...]:
     """Train the baseline, the recommended batch, a fixed multiple and a batch that visibly fails.
 
     Args:
         recommended: the recommended batch.
-        b_simple: noise scale for the second learning-rate rule; None leaves that rule out.
+        noise: the second learning-rate rule; None leaves it out.
 
     Returns:
         One LargeRun per (batch, rule), the baseline first, then by batch.
@@ -65,30 +74,43 @@ def train_large(context: Context, recommended: int, b_simple: float | None) -> t
     choices += [
         (batch, "noise", role)
         for batch, _, role in choices[1:]
-        if b_simple is not None
-        and abs(noise_lr(context, b_simple, batch) / resolve(context, batch, "linear", None).lr - 1) > RULES_DIFFER
+        if noise is not None and abs(noise.lr_at(batch) / resolve(context, batch, "linear", None).lr - 1) > RULES_DIFFER
     ]
     if context.units_allowed is not None:
         choices = _within_budget(context, choices)
-    runs = _train(context, choices, b_simple)
+    runs = _train(context, choices, noise)
+    if not _errors(runs[reference, "baseline"]):
+        raise DivergedError(
+            f"every full run at the baseline (batch {reference}, learning rate {context.task.recipe.reference_lr:g}) "
+            "diverged. Lower reference_lr in the task's recipe."
+        )
+    roles = {(batch, rule): role for batch, rule, role in choices}
     elbow = protocol.elbow_factor * reference
     while elbow <= limit and not _over_budget(context):
-        rules = ("linear", "noise") if b_simple is not None else ("linear",)
-        runs |= _train(context, [(elbow, rule, "past the elbow") for rule in rules], b_simple)
-        if _fails(runs[elbow, "linear"], runs[reference, "baseline"], protocol.fail_points):
+        rules = ("linear", "noise") if noise is not None else ("linear",)
+        runs |= _train(context, [(elbow, rule, "large") for rule in rules], noise)
+        if visibly_fails(runs[elbow, "linear"], runs[reference, "baseline"], protocol.fail_points):
+            roles |= {(elbow, rule): "past the elbow" for rule in rules}
             break
         elbow *= 2
     else:
+        tried = max(batch for batch, rule in runs if rule in ("linear", "baseline"))
         context.warn(
-            f"No batch up to {elbow // 2} failed visibly by the linear rule; half the training data ({limit}) or the "
-            "budget ended the search for the elbow."
+            f"No batch visibly failed by the linear rule; the largest one trained was {tried} (half the training data, "
+            f"{limit}, or the budget ended the search)."
         )
-    roles = {(batch, rule): role for batch, rule, role in choices}
-    summaries = [_summary(context, key, runs, roles.get(key), b_simple) for key in runs]
+    summaries = [_summary(context, key, runs, roles.get(key, "large"), noise) for key in runs]
     return tuple(sorted(summaries, key=lambda run: (run.rule != "baseline", run.batch, run.rule)))
 
 
-def winner(context: Context, runs: Sequence[LargeRun]) -> str:
+def visibly_fails(records: Sequence[RunRecord], baseline: Sequence[RunRecord], points: float) -> bool:
+    """Whether at least half of the seeds diverged or ended more than `points` above the baseline's mean error."""
+    limit = statistics.fmean(_errors(baseline)) + points
+    failed = [record for record in records if (error := error_of(record)) is None or error > limit]
+    return 2 * len(failed) >= len(records)
+
+
+def winner(runs: Sequence[LargeRun], noise_resolved: bool) -> str:
     """One sentence: which learning-rate rule did better, at every batch where both were trained."""
     parts: list[str] = []
     for linear in runs:
@@ -110,19 +132,24 @@ def winner(context: Context, runs: Sequence[LargeRun]) -> str:
             parts.append(
                 f"{at} the {better} rule won by {sign * gap.value:.2f} points ({ends[0]:.2f} to {ends[1]:.2f})"
             )
+    if not noise_resolved:
+        return "The noise scale was not resolved, so only the linear rule was trained."
     if not parts:
-        return "The linear rule and the noise-scale rule give nearly the same learning rate here, so one was trained."
+        return "No batch was trained by both rules: their learning rates lay within 10 %, or the budget left one out."
     return "Linear rule against noise-scale rule: " + "; ".join(parts) + "."
 
 
-def welch(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """First mean minus second, with Welch's 95 % interval; unbounded when a side has fewer than 2 values."""
+def welch(first: Sequence[float], second: Sequence[float], least_std: float = 0.0) -> Interval:
+    """First mean minus second, with Welch's 95 % interval; unbounded when a side has fewer than 2 values.
+
+    No standard deviation is taken to be below `least_std`.
+    """
     if not first or not second:
         return Interval(value=None)
     value = statistics.fmean(first) - statistics.fmean(second)
     if len(first) < 2 or len(second) < 2:
         return Interval(value=value)
-    terms = [statistics.variance(side) / len(side) for side in (first, second)]
+    terms = [max(statistics.variance(side), least_std**2) / len(side) for side in (first, second)]
     total = sum(terms)
     if total == 0:
         return Interval(value=value, low=value, high=value)
@@ -131,8 +158,8 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Interval:
     return Interval(value=value, low=value - half, high=value + half)
 
 
-def _specs(context: Context, batch: int, rule: str, b_simple: float | None) -> list[RunSpec]:
-    resolved = resolve(context, batch, rule, b_simple)
+def _specs(context: Context, batch: int, rule: str, noise: NoiseRule | None) -> list[RunSpec]:
+    resolved = resolve(context, batch, rule, noise)
     role = f"large-{rule}"
     return [
         context.spec(
@@ -143,9 +170,9 @@ def _specs(context: Context, batch: int, rule: str, b_simple: float | None) -> l
 
 
 def _train(
-    context: Context, choices: Sequence[Choice], b_simple: float | None
+    context: Context, choices: Sequence[Choice], noise: NoiseRule | None
 ) -> dict[tuple[int, str], list[RunRecord]]:
-    specs = {(batch, rule): _specs(context, batch, rule, b_simple) for batch, rule, _ in choices}
+    specs = {(batch, rule): _specs(context, batch, rule, noise) for batch, rule, _ in choices}
     records = iter(context.run([spec for group in specs.values() for spec in group]))
     return {key: [next(records) for _ in group] for key, group in specs.items()}
 
@@ -165,25 +192,22 @@ def _finite(run: LargeRun) -> list[float]:
     return [error for error in run.errors if error is not None]
 
 
-def _fails(records: Sequence[RunRecord], baseline: Sequence[RunRecord], points: float) -> bool:
-    errors, reference = _errors(records), _errors(baseline)
-    return len(errors) < len(records) or statistics.fmean(errors) > statistics.fmean(reference) + points
-
-
 def _summary(
-    context: Context, key: tuple[int, str], runs: dict[tuple[int, str], list[RunRecord]], role: str | None,
-    b_simple: float | None,
+    context: Context, key: tuple[int, str], runs: dict[tuple[int, str], list[RunRecord]], role: str,
+    noise: NoiseRule | None,
 ) -> LargeRun:  # fmt: skip
     (batch, rule), records = key, runs[key]
-    resolved = resolve(context, batch, rule, b_simple)
+    resolved = resolve(context, batch, rule, noise)
     errors = [error_of(record) for record in records]
     finite = [error for error in errors if error is not None]
     baseline = _errors(runs[context.task.recipe.reference_batch, "baseline"])
     diverged = len(finite) < len(errors)
-    difference = Interval(value=None) if diverged else welch(finite, baseline)
+    # One held-out example is the grain of an error; equal seeds do not mean that there is no spread.
+    grain = 100 / len(context.task.held_out) / math.sqrt(12)
+    difference = Interval(value=None) if diverged else welch(finite, baseline, grain)
     verdict = "baseline" if rule == "baseline" else _verdict(difference, diverged, context.protocol.match_points)
     return LargeRun(
-        batch=batch, rule=rule, role=role or ("large" if verdict == "matches" else "past the elbow"),
+        batch=batch, rule=rule, role=role,
         lr=resolved.lr, errors=tuple(errors),
         mean=None if diverged else statistics.fmean(finite),
         std=None if diverged or len(finite) < 2 else statistics.stdev(finite),

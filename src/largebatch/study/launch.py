@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -101,11 +102,16 @@ class Launcher:
         torch.set_num_threads(1)
         try:
             run_cell(self.task, self.data, spec, self.folder(spec), self.device, self.checkpoint_seconds, on_step)
+        except (LargebatchError, AssertionError):
+            raise
+        except Exception as error:
+            raise LargebatchError(task_failure(self.task, error)) from error
         finally:
             torch.set_num_threads(threads)
 
     def _run_side_by_side(self, missing: Sequence[RunSpec], unique: Sequence[RunSpec]) -> None:
         # A forked child of a parent that has run multi-threaded operations hangs.
+        threads = torch.get_num_threads()
         torch.set_num_threads(1)
         cached_task(self.task, self.data)
         fork = sys.platform == "linux" and self.device == "cpu"
@@ -138,6 +144,7 @@ class Launcher:
             for _, process in running.values():
                 process.kill()
                 process.join()
+            torch.set_num_threads(threads)
 
     def _collect(self, spec: RunSpec, exit_code: int | None) -> None:
         if self._load(spec):
@@ -182,9 +189,23 @@ def _child(
     try:
         run_cell(task, data, spec, folder, device, checkpoint_seconds)
     except LargebatchError as error:
-        with contextlib.suppress(LargebatchError):
-            write_json(folder / "error.json", {"message": str(error)})
-        sys.exit(1)
+        _leave_error(folder, str(error))
+    except Exception as error:
+        _leave_error(folder, task_failure(task, error))
+
+
+def task_failure(task: str, error: Exception) -> str:
+    """Say what the user's own code raised, and at which line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).name == Path(task).name] or frames
+    where = f"{own[-1].filename}, line {own[-1].lineno}"
+    return f"training {task} failed: {type(error).__name__}: {error} ({where}). Mend it and run the same command again."
+
+
+def _leave_error(folder: Path, message: str) -> None:
+    with contextlib.suppress(LargebatchError):
+        write_json(folder / "error.json", {"message": message})
+    sys.exit(1)
 
 
 def _die_with(parent: int) -> None:

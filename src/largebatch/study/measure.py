@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from largebatch.errors import DivergedError, GoalNotReachedError
+from largebatch.errors import ConfigError, DivergedError, GoalNotReachedError
 from largebatch.noise.estimate import noise_scale
 from largebatch.records.files import read_lines
 from largebatch.records.schema import GoalPrediction, Interval, NoiseWindow, RunRecord
@@ -18,7 +18,7 @@ from largebatch.study.plan import microbatch_for, pick_goals
 from largebatch.study.predict import geometric_windows, noise_windows, predict_goals
 from largebatch.study.sweep import Search, search_lrs
 
-_SHORTEST, _GROWTH = 16, 0.3
+_SHORTEST, _GROWTH = 16, 0.5
 """Windows for the eye are longer than those of the prediction: a picture wants resolved points."""
 
 StepArrays = dict[str, np.ndarray]
@@ -30,6 +30,12 @@ class Prediction:
 
     b_simple: Interval
     """Over the whole measured run."""
+    resolved: bool
+    """Whether that noise scale is resolved; an unresolved one sets no learning rate."""
+    reason: str
+    """Why not; empty if so."""
+    num_runs: int
+    """Measured runs that were averaged: 1, or more where one was not enough."""
     windows: tuple[NoiseWindow, ...]
     goals: tuple[GoalPrediction, ...]
     """Hardest last."""
@@ -42,6 +48,9 @@ def run_baseline(context: Context) -> list[tuple[int, float]]:
         DivergedError: the reference learning rate does not train.
     """
     recipe = context.task.recipe
+    context.on_phase(
+        "baseline", f"batch {recipe.reference_batch}, learning rate {recipe.reference_lr:g}: sets the goals"
+    )
     steps = recipe.resolve(recipe.reference_batch, context.num_units).num_steps
     spec = context.spec("baseline", recipe.reference_batch, recipe.reference_lr, 0, trace_loss=True, max_steps=steps)
     record = context.run([spec])[0]
@@ -55,9 +64,21 @@ def run_baseline(context: Context) -> list[tuple[int, float]]:
 
 
 def set_goals(context: Context) -> None:
-    """Take the task's goals, or pick them from the baseline run."""
-    curve = run_baseline(context)
-    context.goals = context.task.goals or pick_goals(curve, context.protocol)
+    """Take the task's goals; where it states none, pick them from a run at the reference batch and rate."""
+    context.goals = context.task.goals or pick_goals(run_baseline(context), context.protocol)
+
+
+def check_goals(context: Context, search: Search) -> None:
+    """Refuse goals that fresh weights meet: nothing is learned on the way to them.
+
+    Raises:
+        ConfigError: a run had met the easiest goal before its first step.
+    """
+    if any(record.crossings[0] is not None and record.crossings[0] <= 0 for record in search.records.values()):
+        raise ConfigError(
+            f"the goal of loss {context.goals[0]:.4g} is met before the first step. State goals below the loss of "
+            "fresh weights in the task, or leave `goals` out to have them picked."
+        )
 
 
 def tune_reference(context: Context) -> tuple[Search, float, float]:
@@ -71,6 +92,7 @@ def tune_reference(context: Context) -> tuple[Search, float, float]:
     batch = recipe.reference_batch
     allowance = 4 * recipe.resolve(batch, context.num_units).num_steps
     search = search_lrs(context, {batch: recipe.reference_lr}, {batch: allowance})[batch]
+    check_goals(context, search)
     hardest = len(context.goals) - 1
     steps = search.best_steps(hardest)
     if steps is None:
@@ -120,13 +142,18 @@ def _measured_runs(context: Context, lr: float, steps: float, num_runs: int) -> 
     specs = [
         context.spec(
             "measure", recipe.reference_batch, lr, number, goals=context.goals, monitor=True,
-            microbatch=microbatch_for(recipe.reference_batch, protocol),
+            microbatch=microbatch_for(recipe.reference_batch, protocol, context.task.max_microbatch),
             max_steps=math.ceil(protocol.step_allowance * steps) + 10,
         )
         for number in range(num_runs)
     ]  # fmt: skip
     records = context.run(specs, context.on_step if num_runs == 1 else None)
     runs = [(record, _moments_of(context, record)) for record in records]
+    diverged = sum(record.status == "diverged" for record in records)
+    if 0 < diverged < len(records):
+        context.warn(
+            f"{diverged} of {len(records)} measured runs diverged at learning rate {lr:.3g} and were left out."
+        )
     kept = [(record, moments) for record, moments in runs if record.status != "diverged" and len(moments["step"])]
     if not kept:
         raise DivergedError(
@@ -139,8 +166,8 @@ def _measured_runs(context: Context, lr: float, steps: float, num_runs: int) -> 
 def _moments_of(context: Context, record: RunRecord) -> StepArrays:
     lines = read_lines(context.launcher.folder(record.spec) / "steps.jsonl")
     names = ("step", "loss", "trace_cov", "grad_sq_norm")
-    # A step whose gradient was not finite has no moments.
-    return {name: np.array([line[name] for line in lines if line["trace_cov"] is not None]) for name in names}
+    # A step whose gradient was not finite has left no line.
+    return {name: np.array([line[name] for line in lines]) for name in names}
 
 
 def is_wide(interval: Interval, ratio: float) -> bool:
@@ -165,14 +192,17 @@ def forecast(context: Context, runs: Sequence[tuple[RunRecord, StepArrays]]) -> 
     )  # fmt: skip
     crossings: dict[float, float | None] = {}
     for index, goal in enumerate(context.goals):
-        found = [crossing for record, _ in runs if (crossing := record.crossings[index])]
+        found = [crossing for record, _ in runs if (crossing := record.crossings[index]) is not None]
         crossings[goal] = min(math.exp(np.mean(np.log(found))), float(longest)) if found else None
     estimate = noise_scale(trace, grad, unit=unit)
     return Prediction(
         b_simple=Interval(value=estimate.b_simple, low=estimate.interval[0], high=estimate.interval[1]),
+        resolved=estimate.resolved and estimate.b_simple is not None and estimate.b_simple > 0,
+        reason=estimate.reason,
+        num_runs=len(runs),
         windows=noise_windows(
             trace, grad, loss, unit=unit,
-            windows=geometric_windows(longest, shortest=max(_SHORTEST, longest // 24), growth=_GROWTH),
+            windows=geometric_windows(longest, shortest=max(_SHORTEST, longest // 12), growth=_GROWTH),
         ),
         goals=predict_goals(trace, grad, batch=batch, crossings=crossings, unit=unit),
     )  # fmt: skip

@@ -59,20 +59,19 @@ def derive_seed(seed: int, *parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
-def microbatch_for(batch: int, protocol: Protocol) -> int:
-    """The smallest microbatch that splits `batch` evenly into at most `num_microbatches`.
+def microbatch_for(batch: int, protocol: Protocol, max_microbatch: int) -> int:
+    """The smallest microbatch that splits `batch` into `num_microbatches` (more where memory asks for it).
 
-    A smaller microbatch lowers the variance of the noise scale.
+    A smaller microbatch lowers the variance of the noise scale; the last one may be smaller still.
 
     Raises:
         ConfigError: a batch of 1 cannot be split.
     """
     if batch < 2:
         raise ConfigError(
-            "noise scale needs two batch sizes; got a reference batch of 1. Use a reference batch of at least 2."
+            "noise scale needs two batch sizes, a batch and its microbatches; got a batch of 1. Use 2 or more."
         )
-    parts = max((count for count in range(2, protocol.num_microbatches + 1) if batch % count == 0), default=batch)
-    return batch // parts
+    return min(math.ceil(batch / protocol.num_microbatches), max_microbatch)
 
 
 def batch_grid(center: float, num_units: int, protocol: Protocol) -> list[int]:

@@ -12,16 +12,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from largebatch.errors import ConfigError
 from largebatch.recipe.scaling import eps_max_from, noise_scale_lr
 from largebatch.records.files import read_json, write_json
-from largebatch.records.schema import SCHEMA_VERSION, GoalFront, StudyResult
+from largebatch.records.schema import GoalFront, StudyResult
 from largebatch.study.conclude import recommend, summarise
 from largebatch.study.context import Context
 from largebatch.study.frontier import fit_front
-from largebatch.study.identity import claim_folder, file_digest, locked
-from largebatch.study.large import train_large, winner
+from largebatch.study.identity import claim_folder, identity_of, locked
+from largebatch.study.large import NoiseRule, train_large, winner
 from largebatch.study.launch import Launcher, cached_task
 from largebatch.study.measure import Prediction, is_wide, measure, set_goals, tune_reference
 from largebatch.study.plan import Protocol, batch_grid, more_batches
@@ -29,6 +30,8 @@ from largebatch.study.sweep import Search, confirm, search_lrs
 
 FEW_STEPS = 50
 """Steps to the hardest goal at the baseline below which the result carries a warning."""
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 Configure = Callable[[Context], None]
 
@@ -59,11 +62,9 @@ def study(
         raise ConfigError(f"a budget is a number of minutes above 0; got {budget}.")
     rules = protocol or Protocol()
     loaded = cached_task(task, data)
-    identity = {
-        "schema_version": SCHEMA_VERSION, "kind": "study", "task": loaded.name, "task_file_sha256": file_digest(task),
-        "seed": seed, "budget_minutes": budget, "device": device, "torch": torch.__version__,
-        "protocol": asdict(rules), "recipe": asdict(loaded.recipe),
-    }  # fmt: skip
+    identity = identity_of(
+        "study", task, loaded, seed=seed, budget_minutes=budget, device=device, protocol=asdict(rules)
+    )
     with locked(out):
         claim_folder(out, identity)
         launcher = Launcher(task=task, data=data, out=out, jobs=jobs, device=device)
@@ -79,14 +80,12 @@ def _phases(context: Context, budget: float | None) -> StudyResult:
     task, protocol = context.task, context.protocol
     recipe = task.recipe
     reference = recipe.reference_batch
-    context.on_phase(
-        "baseline", f"one run at batch {reference} and learning rate {recipe.reference_lr:g} sets the goals"
-    )
+    warn_of_batch_norm(context)
     set_goals(context)
-    if budget is not None:
-        context.units_allowed = _units_allowed(context, budget)
     context.on_phase("tune", f"learning-rate search at batch {reference}")
     reference_search, tuned_lr, reference_steps = tune_reference(context)
+    if budget is not None:
+        context.units_allowed = _units_allowed(context, budget)
     if reference_steps < FEW_STEPS:
         context.warn(
             f"The hardest goal takes only {reference_steps:.0f} steps at the baseline batch: a front of so few steps "
@@ -95,21 +94,25 @@ def _phases(context: Context, budget: float | None) -> StudyResult:
     context.on_phase("measure", f"batch {reference}, learning rate {tuned_lr:.3g}, the monitor on")
     prediction = measure(context, tuned_lr, reference_steps)
     fronts = _verify(context, prediction, reference_search, tuned_lr, reference_steps)
-    b_simple = _positive(prediction.b_simple.value)
+    b_simple = prediction.b_simple.value if prediction.resolved else None
+    if b_simple is None:
+        context.warn(f"The noise scale is not resolved ({prediction.reason}), so no learning rate was taken from it.")
     recommendation = recommend(context, fronts, prediction)
     context.on_phase(
         "train large",
         f"full runs at {reference}, {recommendation.batch} and beyond, {protocol.num_large_seeds} seeds each",
     )
-    large = train_large(context, recommendation.batch, b_simple)
+    eps_max = None if b_simple is None else eps_max_from(tuned_lr, b_simple, reference)
+    large = train_large(context, recommendation.batch, None if eps_max is None else NoiseRule(eps_max, b_simple or 0.0))
     result = StudyResult(
         task=task.name, unit=task.unit, seed=context.seed, num_units=context.num_units,
         reference={"batch": reference, "lr": recipe.reference_lr, **asdict(recipe)},
         tuned_lr=tuned_lr, goals=context.goals,
         protocol={**asdict(protocol), "definitions": DEFINITIONS}, windows=prediction.windows,
-        b_simple=prediction.b_simple,
-        eps_max=eps_max_from(tuned_lr, b_simple, reference) if b_simple is not None else None,
-        predictions=prediction.goals, fronts=tuple(fronts), large=large, winner=winner(context, large),
+        b_simple=prediction.b_simple, b_simple_resolved=prediction.resolved, b_simple_reason=prediction.reason,
+        num_measured_runs=prediction.num_runs,
+        eps_max=eps_max,
+        predictions=prediction.goals, fronts=tuple(fronts), large=large, winner=winner(large, eps_max is not None),
         recommendation=recommendation, warnings=tuple(context.warnings),
     )  # fmt: skip
     return summarise(context, result)
@@ -169,13 +172,24 @@ def _verify(
             num_seeds += 2
 
 
+def warn_of_batch_norm(context: Context) -> None:
+    """A batch-norm layer makes the microbatch part of the loss (Goyal 2017, sec. 2.3): say so."""
+    with torch.random.fork_rng(devices=[]):
+        model = context.task.model()
+    if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
+        context.warn(
+            "The model has batch-norm layers, whose loss depends on how many examples share a forward: the measured "
+            "run's microbatches and other batch sizes train slightly different losses. A fixed n is not supported yet."
+        )
+
+
 def _positive(value: float | None) -> float | None:
     """The value where a learning rate can be made of it: an unresolved noise scale can be negative."""
     return value if value is not None and value > 0 else None
 
 
 def _units_allowed(context: Context, budget: float) -> float:
-    """Units that fit into the budget at the baseline's speed, fixed once and kept, so that a resume agrees."""
+    """Units that fit into the budget at the reference batch's speed, fixed once and kept: a resume agrees."""
     path = context.out / "budget.json"
     if not path.exists():
         record = next(iter(context.launcher.finished.values()))

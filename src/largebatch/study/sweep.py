@@ -121,7 +121,12 @@ def _point(search: Search, goal: int, loss: float, lr: float | None, records: Se
         if record.spec.batch == search.batch and record.spec.lr == lr and loss in record.spec.goals
     ]  # fmt: skip
     crossings = [record.crossings[record.spec.goals.index(loss)] for record in mine]
-    bounds = tuple(float(record.steps) for record, steps in zip(mine, crossings, strict=True) if steps is None)
+    # A seed that diverged would not have got there by its limit either: its early end is no lucky escape.
+    limits = [
+        record.spec.stop_after[record.spec.goals.index(loss)] if record.status == "diverged" else float(record.steps)
+        for record in mine
+    ]
+    bounds = tuple(limit for limit, steps in zip(limits, crossings, strict=True) if steps is None)
     return FrontierPoint(
         batch=search.batch, lr=lr, steps=tuple(steps for steps in crossings if steps is not None), bounds=bounds,
         search=history,

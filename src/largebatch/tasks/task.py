@@ -67,7 +67,8 @@ class Task:
     loss: Callable[[nn.Module, Any], Tensor]
     """(model, batch) -> sum of the losses of the batch's units, a scalar that can be differentiated."""
     errors: Callable[[nn.Module, Any], Tensor]
-    """(model, batch) -> sum of the errors of the batch's units (for classes: how many are wrong)."""
+    """(model, batch) -> sum of the errors of the batch's units: for classes, how many are wrong. Reports show their
+    mean in percent, so an error is a share of 1 for each unit."""
     recipe: Recipe
     """What the baseline is trained with: reference batch and lr, epochs, warmup, decay, momentum."""
     goals: tuple[float, ...] | None = None
@@ -75,7 +76,7 @@ class Task:
     unit: str = "examples"
     """What a batch counts."""
     count: Callable[[Any], int] = count_rows
-    """Units in a batch."""
+    """Units in a batch. At this version a row is a unit: a batch must count as many units as it has rows."""
     augment: Callable[[Any, Tensor], Any] | None = None
     """(batch, draws) -> batch, with draws of shape (num_examples, 8), uniform in [0, 1), fixed by
     (seed, epoch, index): the same for any world size."""

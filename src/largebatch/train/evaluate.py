@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from largebatch.tasks.task import Split, Task
 
 _CHUNK = 2048
+"""Examples in one forward of an evaluation, at most; a task's max_microbatch may ask for fewer."""
 
 
 def goal_indices(task: Task) -> Tensor:
@@ -22,10 +23,10 @@ def goal_indices(task: Task) -> Tensor:
     return torch.from_numpy(np.sort(chosen))
 
 
-def _batches(split: Split, indices: Tensor | None) -> Iterator[Any]:
-    chosen = torch.arange(len(split)) if indices is None else indices
-    for start in range(0, len(chosen), _CHUNK):
-        yield split.fetch(chosen[start : start + _CHUNK])
+def _batches(task: Task, split: Split, chosen: Tensor) -> Iterator[Any]:
+    chunk = min(_CHUNK, task.max_microbatch)
+    for start in range(0, len(chosen), chunk):
+        yield split.fetch(chosen[start : start + chunk])
 
 
 @torch.no_grad()
@@ -45,7 +46,7 @@ def held_out(task: Task, model: nn.Module, device: torch.device) -> tuple[float,
     """(error, loss) per unit on the held-out split, in evaluation mode; every example counts once."""
     errors, loss, count = 0.0, 0.0, 0
     model.eval()
-    for batch in _batches(task.held_out, None):
+    for batch in _batches(task, task.held_out, torch.arange(len(task.held_out))):
         moved = to_device(batch, device)
         errors += float(task.errors(model, moved))
         loss += float(task.loss(model, moved))
@@ -56,7 +57,7 @@ def held_out(task: Task, model: nn.Module, device: torch.device) -> tuple[float,
 
 def goal_batches(task: Task, device: torch.device) -> list[Any]:
     """The goal examples, fetched once."""
-    return [to_device(batch, device) for batch in _batches(task.train, goal_indices(task))]
+    return [to_device(batch, device) for batch in _batches(task, task.train, goal_indices(task))]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -64,7 +65,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple | list):
-        return type(batch)(to_device(item, device) for item in batch)
+        moved = [to_device(item, device) for item in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     if isinstance(batch, dict):
         return {key: to_device(item, device) for key, item in batch.items()}
     return batch

@@ -98,7 +98,7 @@ class Run:
             if record.spec != self.spec:
                 raise RecordError(f"{done} belongs to another run ({record.spec.key}). Choose another --out.")
             return record
-        started = time.perf_counter()
+        self._started = time.perf_counter()
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             status, goal_loss = self._train()
         progress = self.progress
@@ -106,10 +106,14 @@ class Run:
             spec=self.spec, status=status, steps=progress.step, units=progress.units,
             crossings=tuple(progress.crossings), epochs=tuple(progress.epochs), goal_loss=goal_loss,
         )  # fmt: skip
-        write_json(self.folder / "timing.json", {"seconds": time.perf_counter() - started, "steps": progress.step})
+        write_json(self.folder / "timing.json", {"seconds": self._elapsed(), "steps": progress.step})
         write_json(done, asdict(record))
         delete_checkpoints(self.checkpoint_path)
         return record
+
+    def _elapsed(self) -> float:
+        """Wall seconds of this run, the sessions before a resume included."""
+        return time.perf_counter() - self._started
 
     def _train(self) -> tuple[str, float | None]:
         task, spec, progress = self.task, self.spec, self.progress
@@ -181,6 +185,11 @@ class Run:
         counts = [task.count(batch) for batch in batches]
         # Goyal 2017, remark 3: every loss is divided by the step's total, never by its own share.
         total = sum(counts)
+        if total != spec.batch:
+            raise ConfigError(
+                f"task {task.name!r} counts {total} {task.unit} in a batch of {spec.batch} rows. Runs and studies need "
+                "one unit a row at this version: count rows (unit 'sequences', say), and scale the loss to match."
+            )
         loss_sum = torch.zeros((), device=self.device)
         for batch, count in zip(batches, counts, strict=True):
             loss = task.loss(model, batch)
@@ -272,6 +281,7 @@ class Run:
             "monitor": monitor.state_dict() if monitor else None,
             "progress": asdict(self.progress),
             "rng": torch.get_rng_state(),
+            "seconds": self._elapsed(),
             "cuda_rng": torch.cuda.get_rng_state(self.device) if cuda else None,
         }
 
@@ -284,6 +294,7 @@ class Run:
                 f"{self.checkpoint_path} belongs to another run ({state['key']}, not {self.spec.key}). "
                 "Choose another --out, or delete it."
             )
+        self._started -= state["seconds"]
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         if monitor is not None:
