@@ -1,6 +1,7 @@
 """Every figure in docs/log.md's tables is what a committed result.json says."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,11 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_every_table_is_rebuilt_from_its_result():
     check = subprocess.run([sys.executable, ROOT / "scripts" / "write_log_tables.py", "--check"], capture_output=True)
     assert check.returncode == 0, check.stderr.decode()
+
+
+def test_every_table_has_a_result():
+    names = set(re.findall(r"<!-- table: (\w+) ", (ROOT / "docs" / "log.md").read_text()))
+    assert names == {path.parent.name for path in (ROOT / "runs").glob("*/result.json")}
 
 
 def test_every_result_has_a_table_and_says_how_it_was_made():
