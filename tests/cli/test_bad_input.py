@@ -1,5 +1,6 @@
 """Bad input ends in one sentence with the values and what to do, exit code 2, and nothing lost or half-written."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -8,10 +9,15 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from drawn_task import write_task
+from helpers import linear_task
 from largebatch.cli.app import run
+from largebatch.errors import ConfigError
+from largebatch.tasks.task import TensorSplit
 from oracles.drawn_front import draw_problem
 
 INPUTS, TARGETS, _ = draw_problem(3)
@@ -208,11 +214,74 @@ def test_other_data_under_the_same_name_is_another_study(cli, tmp_path):
     task = write_task(tmp_path / "task", INPUTS[:256], TARGETS[:256], epochs=2)
     assert cli("train", task, "--out", "out")[0] == 0
     write_task(tmp_path / "task", 2 * INPUTS[:256], TARGETS[:256], epochs=2)
-    refused(cli("train", task, "--out", "out"), "another train", "data_sha256", "Choose another --out")
+    refused(cli("train", task, "--out", "out"), "another training run", "data_sha256", "Choose another --out")
 
 
 def test_an_edited_task_is_not_answered_from_an_old_run(cli, tmp_path):
     task = write_task(tmp_path / "task", INPUTS[:256], TARGETS[:256], epochs=2)
     assert cli("train", task, "--out", "out")[0] == 0
     edited(task, "momentum=0.0", "momentum=0.5")
-    refused(cli("train", task, "--out", "out"), "another train", "Choose another --out")
+    refused(cli("train", task, "--out", "out"), "another training run", "Choose another --out")
+
+
+@pytest.mark.parametrize("line", ["raise SystemExit('bye')", "assert False, 'mine'", "return 3.0", "return model(x)"])
+@pytest.mark.parametrize("verb", ["study", "train"])
+def test_whatever_the_users_code_does_ends_in_one_sentence(cli, tmp_path, verb, line):
+    task = write_task(tmp_path / "task", INPUTS[:256], TARGETS[:256], goals=[1e-2, 1e-3, 1e-4])
+    edited(task, "    x, y = batch\n", f"    x, y = batch\n    {line}\n")
+    refused(cli(verb, task, "--out", "out", "--jobs" if verb == "study" else "--seed", 1), "drawn.py failed")
+
+
+@pytest.mark.parametrize("goals", [(4.0, 4.0, 2.0), (8.0, float("inf"), 2.0), ("a", "b", "c"), (2.0, 3.0, 4.0), (1.0,)])
+def test_goals_that_are_no_falling_losses_are_refused_at_once(goals):
+    task = linear_task()
+    with pytest.raises(ConfigError, match="goals"):
+        dataclasses.replace(task, goals=goals)
+
+
+def test_a_task_that_cannot_be_trained_is_refused_when_it_is_made():
+    for change in ({"num_goal_examples": 0}, {"max_microbatch": 0}):
+        with pytest.raises(ConfigError, match="at least 1"):
+            dataclasses.replace(linear_task(), **change)
+    with pytest.raises(ConfigError, match="one length"):
+        TensorSplit((torch.zeros(3), torch.zeros(4)))
+    with pytest.raises(ConfigError, match="torch tensors; got ndarray"):
+        TensorSplit((INPUTS,))
+
+
+def test_a_changed_module_beside_the_task_is_another_run(cli, tmp_path):
+    task = write_task(tmp_path / "task", INPUTS[:256], TARGETS[:256], epochs=2)
+    assert cli("train", task, "--out", "out")[0] == 0
+    numbers = np.load(tmp_path / "task" / "data.npz")
+    np.savez(tmp_path / "task" / "data.npz", inputs=numbers["inputs"], targets=numbers["targets"], extra=1)
+    assert cli("train", task, "--out", "out")[0] == 0, "the same numbers in another file are the same run"
+    edited(task, "nn.init.zeros_(model.weight)", "nn.init.ones_(model.weight)")
+    refused(cli("train", task, "--out", "out"), "another training run")
+
+
+def test_names_with_brackets_are_printed_as_they_are(cli, tmp_path):
+    task = write_task(tmp_path / "task", INPUTS[:256], TARGETS[:256], epochs=2)
+    edited(task, 'name="drawn"', 'name="mine [/v2]"')
+    code, _, err = cli("train", task, "--out", "out")
+    assert code == 0 and "mine [/v2]" in err
+
+
+def test_a_kill_in_the_first_write_does_not_lock_the_folder_out(cli, tmp_path):
+    task = write_task(tmp_path / "task", INPUTS[:256], TARGETS[:256], epochs=2)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".train.json.123.tmp").write_text("{")
+    assert cli("train", task, "--out", "out")[0] == 0
+    assert not list((tmp_path / "out").glob(".*.tmp"))
+
+
+def test_a_damaged_identity_and_a_damaged_record_say_what_can_be_done(cli, tmp_path):
+    task = write_task(tmp_path / "task", INPUTS[:256], TARGETS[:256], epochs=2)
+    assert cli("train", task, "--out", "out")[0] == 0
+    (tmp_path / "out" / "run.json").write_text("{}")
+    refused(cli("train", task, "--out", "out"), "no run's record", "Delete")
+    (tmp_path / "out" / "train.json").write_text("")
+    refused(cli("train", task, "--out", "out"), "damaged", "Choose another --out")
+
+
+def test_a_budget_without_end(cli):
+    refused(cli("study", "digits", "--budget", "inf"), "budget")

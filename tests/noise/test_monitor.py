@@ -296,3 +296,69 @@ def test_a_wrapped_model_is_refused():
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     with pytest.raises(ConfigError, match="DistributedDataParallel"):
         NoiseScaleMonitor(wrapped, microbatch=1)
+
+
+def _small():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 1)
+    inputs = torch.randn(64, 5)
+
+    def backward(start):
+        (model(inputs[start : start + 8]).square().mean() / 4).backward()
+
+    return model, backward
+
+
+def test_a_step_given_up_by_zeroing_in_place_leaves_no_trace():
+    """A loop that meets a spike calls zero_grad and goes on: what came before is no part of the next step."""
+    model, backward = _small()
+    with NoiseScaleMonitor(model, microbatch=8) as monitor:
+        for start in (0, 8, 16, 24):
+            backward(start)
+        wanted = monitor.step()
+        model.zero_grad(set_to_none=False)
+        backward(32)
+        backward(40)
+        model.zero_grad(set_to_none=False)
+        for start in (0, 8, 16, 24):
+            backward(start)
+        assert monitor.step() == wanted
+
+
+@pytest.mark.parametrize("change", ["clip", "step", "scale"])
+def test_gradients_changed_before_step_are_refused(change):
+    """Clipping, a foreach optimizer with momentum, unscaling: each would give moments of something else."""
+    model, backward = _small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    with NoiseScaleMonitor(model, microbatch=8) as monitor:
+        for start in (0, 8, 16, 24):
+            backward(start)
+        if change == "clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        elif change == "step":
+            optimizer.step()
+        else:
+            for parameter in model.parameters():
+                parameter.grad.mul_(2.0)
+        with pytest.raises(ConfigError, match="changed after the last backward"):
+            monitor.step()
+
+
+def test_clipping_each_microbatch_is_refused():
+    model, backward = _small()
+    with NoiseScaleMonitor(model, microbatch=8):
+        backward(0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(ConfigError, match="between two backwards"):
+            backward(8)
+
+
+def test_a_parameter_unfrozen_later_is_not_left_out_in_silence():
+    model, backward = _small()
+    model.bias.requires_grad_(False)
+    with NoiseScaleMonitor(model, microbatch=8) as monitor:
+        model.bias.requires_grad_(True)
+        for start in (0, 8):
+            backward(start)
+        with pytest.raises(ConfigError, match="after unfreezing"):
+            monitor.step()

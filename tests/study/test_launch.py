@@ -81,3 +81,12 @@ def test_cells_die_with_a_parent_that_is_killed(tmp_path, task):
     while any(map(_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(map(_alive, pids)), "an orphan would go on writing into a study that another process resumes"
+
+
+def test_a_record_whose_lines_are_gone_is_not_believed(tmp_path, task):
+    launcher = Launcher(task=task, data=None, out=tmp_path / "out")
+    launcher.run([SPEC])
+    path = launcher.folder(SPEC) / "evaluations.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
+    with pytest.raises(LargebatchError, match="has lost lines"):
+        Launcher(task=task, data=None, out=tmp_path / "out").run([SPEC])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import linear_task
-from largebatch.errors import ConfigError, RecordError
+from largebatch.errors import CheckpointError, ConfigError, RecordError
 from largebatch.recipe.sampler import ShuffledStream
 from largebatch.records.files import read_lines
 from largebatch.records.schema import RunSpec
@@ -189,3 +189,15 @@ def test_epochs_are_evaluated_once_each_on_all_held_out_examples(tmp_path):
 def test_the_goal_examples_are_the_same_for_every_run():
     task = linear_task()
     assert torch.equal(goal_indices(task), goal_indices(task)) and len(set(goal_indices(task).tolist())) == 128
+
+
+def test_a_checkpoint_that_counts_on_lost_lines_is_not_gone_on_with(tmp_path):
+    def kill(progress, _loss, _monitor):
+        if progress.step == 31:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        train(linear_task(), SPEC, tmp_path, checkpoint_seconds=0.0, on_step=kill)
+    (tmp_path / "steps.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="has lost"):
+        train(linear_task(), SPEC, tmp_path)

@@ -14,8 +14,11 @@ def main() -> None:
             "Run: pip install 'largebatch[study]'\n"
         )
         sys.exit(2)
-    from largebatch.cli.app import run
-
+    try:
+        from largebatch.cli.app import run
+    except KeyboardInterrupt:
+        sys.stderr.write("error: stopped before anything was begun.\n")
+        sys.exit(130)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Sequence
+from importlib.metadata import version
 from types import FrameType
+from typing import Annotated
 
 import typer
 
 from largebatch.cli import report, study, tasks, train
-from largebatch.cli.output import fail
+from largebatch.cli.output import fail, say_stopped, write_stdout
 from largebatch.errors import LargebatchError
 
 app = typer.Typer(
@@ -18,6 +20,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Find the batch size that is worth it, then train at it without losing accuracy.",
 )  # fmt: skip
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        write_stdout(version("largebatch"))
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Find the batch size that is worth it, then train at it without losing accuracy."""
+
+
 app.command("study", help=study.HELP)(study.study_command)
 app.command("train", help=train.HELP)(train.train_command)
 app.command("report", help=report.HELP)(report.report_command)
@@ -29,6 +48,8 @@ class _StoppedError(BaseException):
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # one is enough; a second must not break the farewell
+        signal.signal(number, signal.SIG_IGN)
     raise _StoppedError
 
 
@@ -43,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
         fail(error)
         return 2
     except _StoppedError:
-        fail(Exception("stopped. Nothing finished is lost: run the same command again to go on."))
+        say_stopped()
         return 130
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0

@@ -24,6 +24,11 @@ def fail(error: Exception) -> None:
     console.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
 
 
+def say_stopped() -> None:
+    """Print that a command was stopped, which is no error."""
+    console.print("stopped. Nothing finished is lost: run the same command again to go on.", soft_wrap=True)
+
+
 def _escape(text: str) -> str:
     return text.replace("[", r"\[")
 
@@ -76,7 +81,7 @@ class StudyProgress:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print a table for people."""
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(title=_escape(title), title_justify="left", show_edge=False, pad_edge=False, show_header=any(columns))
     for column in columns:
         table.add_column(column)
     for row in rows:

@@ -70,9 +70,9 @@ def study_command(
         progress.on_phase("report", f"{folder / 'report.html'}")
         page = write_report(result, folder)
     print_table("", ("", ""), summary_rows(result))
-    console.print(result["summary"], soft_wrap=True)
+    console.print(result["summary"], soft_wrap=True, markup=False)
     for warning in result["warnings"]:
-        console.print(f"note: {warning}", soft_wrap=True)
+        console.print(f"note: {warning}", soft_wrap=True, markup=False)
     if as_json:
         write_stdout(json.dumps(result, indent=1))
     else:

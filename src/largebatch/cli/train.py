@@ -15,6 +15,7 @@ from largebatch.noise.monitor import NoiseScaleMonitor
 from largebatch.records.files import read_json, write_json
 from largebatch.records.schema import RunSpec
 from largebatch.study.identity import claim_folder, identity_of, locked
+from largebatch.study.launch import blame
 from largebatch.study.plan import Protocol, microbatch_for
 from largebatch.tasks.catalog import load_task
 from largebatch.train.loop import Progress, Run
@@ -61,7 +62,9 @@ def train_command(
     folder = out or Path("largebatch-out") / f"{Path(task).stem}-b{size}-seed{seed}"
     torch.set_num_threads(1)  # the bits of a run do not depend on how many cores there are
     with locked(folder), StudyProgress() as progress:
-        claim_folder(folder, identity_of("train", task, loaded, run=asdict(spec)))
+        with blame(task):
+            identity = identity_of("train", task, loaded, run=asdict(spec))
+        claim_folder(folder, identity)
         progress.on_phase("train", f"{resolved.num_steps} steps, learning rate up to {resolved.lr:.4g}")
 
         def on_step(where: Progress, loss: float, monitor: NoiseScaleMonitor | None) -> None:
@@ -69,7 +72,8 @@ def train_command(
             if monitor is not None and where.step == resolved.num_steps:
                 write_json(folder / "noise_scale.json", {"noise_scale": str(monitor.noise_scale)})
 
-        record = Run(loaded, spec, folder, on_step=on_step, keep_model=True).run()
+        with blame(task):
+            record = Run(loaded, spec, folder, on_step=on_step, keep_model=True).run()
     if record.status == "diverged":
         raise DivergedError(
             f"training diverged at step {record.steps} of {resolved.num_steps} (batch {size}, learning rate "
@@ -81,5 +85,5 @@ def train_command(
     ]
     print_table("", ("epoch", "train loss", "held-out error", "held-out loss"), rows)
     if (folder / "noise_scale.json").exists():
-        console.print(read_json(folder / "noise_scale.json")["noise_scale"], soft_wrap=True)
+        console.print(read_json(folder / "noise_scale.json")["noise_scale"], soft_wrap=True, markup=False)
     write_stdout(str(folder / "run.json"))

@@ -84,7 +84,9 @@ class GradientCollector:
         self.buffering = False
         """Whether contexts add up their gradients (a second backward inside one has been seen)."""
         self._default_units = default_units
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        watched = list(parameters)
+        self._parameters = [parameter for parameter in watched if parameter.requires_grad]
+        self._frozen = [parameter for parameter in watched if not parameter.requires_grad]
         if not self._parameters:
             raise ConfigError("the model has no parameter that requires a gradient: there is nothing to measure.")
         if any(hasattr(parameter, "to_local") for parameter in self._parameters):
@@ -134,7 +136,7 @@ class GradientCollector:
                 before the step's first backward; backwards that look like parts of one microbatch.
         """
         microbatches, stale, exact = self._microbatches, self._stale, self._exact
-        arrived = sorted(self._arrived)
+        arrived, versions = sorted(self._arrived), self._versions
         if self._context is not None:
             raise ConfigError("step() was called inside a microbatch context: leave it first.")
         self._reset()
@@ -147,9 +149,19 @@ class GradientCollector:
                 "(several losses, or reentrant checkpointing). Wrap each microbatch's backwards in "
                 "`with monitor.microbatch(units=n):`."
             )
+        if any(parameter.grad is not None for parameter in self._frozen):
+            raise ConfigError(
+                "a parameter that was frozen when the monitor was made has a gradient: make a monitor after unfreezing."
+            )
         gradients = [self._parameters[index].grad for index in arrived]
         if any(gradient is None for gradient in gradients):
             raise ConfigError("gradients are gone: call step() after the last backward and before zero_grad().")
+        held = zip(arrived, gradients, strict=True)
+        if any(gradient is not None and gradient._version != versions[index] for index, gradient in held):
+            raise ConfigError(
+                "gradients were changed after the last backward: call step() before clipping, unscaling and "
+                "optimizer.step()."
+            )
         step = [dot for gradient in gradients if gradient is not None for dot in sq_norm_dots(gradient)]
         *norms, norm_step, norm_stale = _to_host([*(microbatch.dots for microbatch in microbatches), step, stale])
         if norm_stale != 0:
@@ -173,6 +185,7 @@ class GradientCollector:
         self._microbatches: list[_Microbatch] = []
         self._by_backward: dict[int, _Microbatch] = {}
         self._arrived: set[int] = set()
+        self._versions: dict[int, int] = {}
         self._stale: list[Tensor] = []
         self._exact = True
 
@@ -185,9 +198,17 @@ class GradientCollector:
             self._pending[index] = _Arrival(
                 backward=_backward_id(),
                 read=grad.detach().clone() if self.buffering and self._context is not None else sq_norm_dots(grad),
-                fresh=held is None,
+                fresh=held is None or self._zeroed(index, held),
                 stale=[] if held is None or index in self._arrived else sq_norm_dots(held),
             )
+
+    def _zeroed(self, index: int, held: Tensor) -> bool:
+        """Whether gradients that had arrived were set to 0 in place since: the step was given up and begins again."""
+        if index not in self._arrived or held._version == self._versions[index]:
+            return False
+        if torch.count_nonzero(held):
+            raise ConfigError("gradients were changed between two backwards of one step: clip and scale after step().")
+        return True
 
     def _on_accumulated(self, index: int) -> None:
         """Commit what `_on_gradient` read, now that the parameter has taken the gradient."""
@@ -211,13 +232,17 @@ class GradientCollector:
             current.dots += arrival.read
         current.seen.add(index)
         self._arrived.add(index)
+        held = self._parameters[index].grad
+        self._versions[index] = -1 if held is None else held._version
 
     def _forget_all_but(self, current: _Microbatch, backward: int, index: int) -> None:
         """The gradients were set to None since they came: the step begins with the microbatch that runs now."""
         if index in current.seen:
             raise ConfigError("gradients were set to None inside a microbatch context: zero them between steps only.")
+        versions = self._versions
         self._reset()
         self._arrived = set(current.seen)
+        self._versions = {seen: versions[seen] for seen in current.seen}
         if current is not self._context:
             self._microbatches.append(current)
             self._by_backward[backward] = current

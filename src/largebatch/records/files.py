@@ -6,6 +6,7 @@ appended one step at a time, readable while being written, whose torn last line 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -36,9 +37,12 @@ def write_atomic(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise storage_error(path, error) from error
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise storage_error(path, error) from error
+        raise
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:

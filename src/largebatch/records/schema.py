@@ -12,6 +12,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from largebatch.errors import RecordError
+
 SCHEMA_VERSION = 1
 
 
@@ -73,15 +75,24 @@ class RunRecord:
     """Per epoch: {"epoch", "train_loss", "error" (fraction wrong, held-out), "held_out_loss"}."""
     goal_loss: float | None = None
     """The last loss on the goal examples."""
+    num_step_lines: int = 0
+    """Lines of steps.jsonl; fewer on disk mean that something else has cut the file."""
+    num_evaluation_lines: int = 0
+    """Lines of evaluations.jsonl."""
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> RunRecord:
         """Rebuild the record from its JSON form."""
-        values, spec = dict(document), dict(document["spec"])
-        spec["goals"], spec["stop_after"] = tuple(spec["goals"]), tuple(spec["stop_after"])
-        values["spec"] = RunSpec(**spec)
-        values["crossings"], values["epochs"] = tuple(values["crossings"]), tuple(values["epochs"])
-        return RunRecord(**values)
+        try:
+            values, spec = dict(document), dict(document["spec"])
+            spec["goals"], spec["stop_after"] = tuple(spec["goals"]), tuple(spec["stop_after"])
+            values["spec"] = RunSpec(**spec)
+            values["crossings"], values["epochs"] = tuple(values["crossings"]), tuple(values["epochs"])
+            return RunRecord(**values)
+        except (KeyError, TypeError) as error:
+            raise RecordError(
+                f"a run.json is no run's record ({error}). Delete its folder to have it trained again."
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,12 @@ def recommend(context: Context, fronts: Sequence[GoalFront], prediction: Predict
         )  # fmt: skip
     b_crit, steps, units = fit.b_crit.value, fit.min_steps.value, fit.min_units.value
     assert b_crit is not None and steps is not None and units is not None
+    if source == "noise" and front is not None and _contradicts(front.b_crit, forecast.b_crit):
+        bound, predicted = (_worded(interval, context.task.unit) for interval in (front.b_crit, forecast.b_crit))
+        context.warn(
+            f"The sweep bounds B_crit at {bound}, outside what the noise scale predicted, {predicted}: trust the "
+            "bound, and take the recommended batch for one end of a range."
+        )
     exact = min(largest_worthwhile_batch(b_crit, reference, extra), context.num_units / 2)
     batch = max(reference, round_down_batch(exact, reference))
     return Recommendation(
@@ -66,10 +72,11 @@ def summarise(context: Context, result: StudyResult) -> StudyResult:
             f"learning rate there first or stay at {reference}."
         )
     elif recommendation.batch > reference:
+        basis = "" if recommendation.source == "front" else " (predicted from the noise scale alone)"
         first = (
             f"Train {result.task} at batch {recommendation.batch} instead of {reference}: "
             f"{1 / recommendation.fewer_steps:.1f} times fewer steps to the same loss for "
-            f"{percent(recommendation.extra_units)} more {unit}."
+            f"{percent(recommendation.extra_units)} more {unit}{basis}."
         )
     elif recommendation.source == "baseline":
         first = f"Keep {result.task} at batch {reference}: {recommendation.reason}"
@@ -79,8 +86,8 @@ def summarise(context: Context, result: StudyResult) -> StudyResult:
             f"{percent(context.protocol.extra_units)} extra {unit}."
         )
     goal = f"training loss {result.goals[-1]:.3g}"
-    crit = _worded(front.b_crit, unit) if front.resolved else f"not resolved ({front.reason})"
-    noise = _worded(forecast.b_crit, unit) if forecast.resolved else f"nothing resolved ({forecast.reason})"
+    crit = _worded(front.b_crit, unit) if front.resolved else f"not resolved ({front.reason.rstrip('.')})"
+    noise = _worded(forecast.b_crit, unit) if forecast.resolved else f"nothing resolved ({forecast.reason.rstrip('.')})"
     sentences = [
         first,
         f"The critical batch size at the hardest goal ({goal}) is {crit};",
@@ -88,6 +95,12 @@ def summarise(context: Context, result: StudyResult) -> StudyResult:
         *_large_sentences(result.large, recommendation.batch, reference),
     ]
     return replace(result, summary=" ".join(sentences))
+
+
+def _contradicts(bound: Interval, forecast: Interval) -> bool:
+    """Whether a one-sided bound lies wholly beyond the predicted interval."""
+    above = bound.low is not None and forecast.high is not None and bound.low > forecast.high
+    return above or (bound.high is not None and forecast.low is not None and bound.high < forecast.low)
 
 
 def percent(fraction: float) -> str:

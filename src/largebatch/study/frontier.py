@@ -368,11 +368,11 @@ def _judge(b_crit: Interval, smallest: int, largest: int) -> tuple[Interval, str
     if high is None:
         return Interval(value=value, low=low), (
             f"every batch tried is below B_crit or too few are above it (largest {largest}): only a lower bound. "
-            "Try larger batches."
+            "More data or goals that need more steps make room for larger batches."
         )
     if low is None:
         return Interval(value=value, high=high), (
             f"every batch tried is above B_crit or too few are below it (smallest {smallest}): only an upper bound. "
-            "Try smaller batches."
+            "Easier goals have a smaller B_crit; a reference batch of 1 or 2 is the end of this road."
         )
     return Interval(value=value, low=low, high=high), ""

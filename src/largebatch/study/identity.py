@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from largebatch.errors import RecordError
+from largebatch.errors import ConfigError, RecordError
 from largebatch.records.files import plain, read_json, storage_error, write_json
 from largebatch.records.schema import SCHEMA_VERSION
 from largebatch.tasks.task import Task
@@ -35,6 +35,21 @@ def data_digest(task: Task) -> str:
     return digest.hexdigest()
 
 
+def model_digest(task: Task) -> str:
+    """Shapes of the weights and the loss of fresh ones on a few examples: tells edited models and losses apart."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = task.model()
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"task {task.name!r}: `model` must return a torch module; it returned {type(model).__name__}."
+            )
+        model.eval()
+        loss = float(task.loss(model, task.train.fetch(torch.arange(min(len(task.train), 16)))))
+    shapes = " ".join("x".join(map(str, value.shape)) for value in model.state_dict().values())
+    return f"{hashlib.sha256(shapes.encode()).hexdigest()[:16]} {loss:.4g}"
+
+
 def tensors_in(batch: Any) -> list[torch.Tensor]:
     """Every tensor of a batch, in order."""
     if isinstance(batch, torch.Tensor):
@@ -47,7 +62,7 @@ def identity_of(kind: str, path: str, task: Task, **settings: Any) -> dict[str, 
     """What a folder must agree on to be gone on with: code, data, recipe and settings."""
     return {
         "schema_version": SCHEMA_VERSION, "kind": kind, "task": task.name, "task_file_sha256": file_digest(path),
-        "data_sha256": data_digest(task), "unit": task.unit, "goals": task.goals,
+        "data_sha256": data_digest(task), "model": model_digest(task), "unit": task.unit, "goals": task.goals,
         "num_goal_examples": task.num_goal_examples, "recipe": asdict(task.recipe), "torch": torch.__version__,
         "largebatch": version("largebatch"), **settings,
     }  # fmt: skip
@@ -61,7 +76,9 @@ def claim_folder(out: Path, identity: dict[str, Any]) -> dict[str, Any]:
     """
     path = out / f"{identity['kind']}.json"
     if not path.exists():
-        strangers = sorted(entry.name for entry in out.iterdir() if entry.name != "lock") if out.exists() else []
+        for torn in out.glob(".*.tmp"):  # a kill in the middle of a first write
+            torn.unlink()
+        strangers = sorted(entry.name for entry in out.iterdir() if entry.name != "lock")
         if strangers:
             raise RecordError(
                 f"{out} is not empty and holds no {identity['kind']} (found {', '.join(strangers[:3])}). "
@@ -69,12 +86,18 @@ def claim_folder(out: Path, identity: dict[str, Any]) -> dict[str, Any]:
             )
         write_json(path, identity)
         return dict(identity)
-    found, wanted = read_json(path), plain(identity)
+    try:
+        found, wanted = read_json(path), plain(identity)
+    except RecordError as error:
+        raise RecordError(
+            f"{path} is damaged, so it cannot be told whose folder this is. Choose another --out, or delete {out}."
+        ) from error
     differing = [key for key in wanted if found.get(key) != wanted[key]]
     if differing:
-        key, kind = differing[0], identity["kind"]
+        kind = "training run" if identity["kind"] == "train" else "study"
+        key, there, here = _difference(differing[0], found.get(differing[0]), wanted[differing[0]])
         raise RecordError(
-            f"{out} holds another {kind}: its {key} is {_short(found.get(key))}, this one's is {_short(wanted[key])}. "
+            f"{out} holds another {kind}: its {key} is {_short(there)}, this one's is {_short(here)}. "
             f"Choose another --out, or delete {out} to start afresh."
         )
     return found
@@ -100,6 +123,14 @@ def locked(out: Path) -> Generator[None]:
                 f"another process is running a study in {out}. Wait for it, or choose another --out."
             ) from error
         yield
+
+
+def _difference(key: str, there: Any, here: Any) -> tuple[str, Any, Any]:
+    """Go down into settings that differ, to the first value that does."""
+    while isinstance(there, dict) and isinstance(here, dict):
+        inner = next(name for name in here if there.get(name) != here[name])
+        key, there, here = inner, there.get(inner), here[inner]
+    return key, there, here
 
 
 def _short(value: Any) -> str:

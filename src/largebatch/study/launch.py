@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from largebatch.errors import CheckpointError, LargebatchError, RecordError
-from largebatch.records.files import JsonLines, read_json, write_json
+from largebatch.records.files import JsonLines, read_json, read_lines, write_json
 from largebatch.records.schema import RunRecord, RunSpec
 from largebatch.tasks.catalog import load_task
 from largebatch.train.checkpoint import delete_checkpoints
@@ -85,6 +85,12 @@ class Launcher:
             if not path.exists():
                 return False
             record = RunRecord.from_json(read_json(path))
+            for name, expected in (("steps", record.num_step_lines), ("evaluations", record.num_evaluation_lines)):
+                if len(read_lines(path.with_name(f"{name}.jsonl"))) != expected:
+                    raise RecordError(
+                        f"{path.with_name(name)}.jsonl has lost lines: the run wrote {expected}. "
+                        f"Delete the folder {path.parent} to have it trained again."
+                    )
             if record.spec != spec:
                 raise RecordError(
                     f"{path} is not the record of {spec.key}. Delete that folder, or choose another --out."
@@ -101,11 +107,8 @@ class Launcher:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            run_cell(self.task, self.data, spec, self.folder(spec), self.device, self.checkpoint_seconds, on_step)
-        except (LargebatchError, AssertionError):
-            raise
-        except Exception as error:
-            raise LargebatchError(task_failure(self.task, error)) from error
+            with blame(self.task):
+                run_cell(self.task, self.data, spec, self.folder(spec), self.device, self.checkpoint_seconds, on_step)
         finally:
             torch.set_num_threads(threads)
 
@@ -187,25 +190,28 @@ def _child(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children itself
     torch.set_num_threads(1)
     try:
-        run_cell(task, data, spec, folder, device, checkpoint_seconds)
+        with blame(task):
+            run_cell(task, data, spec, folder, device, checkpoint_seconds)
     except LargebatchError as error:
-        _leave_error(folder, str(error))
-    except Exception as error:
-        _leave_error(folder, task_failure(task, error))
+        with contextlib.suppress(LargebatchError):
+            write_json(folder / "error.json", {"message": str(error)})
+        sys.exit(1)
 
 
-def task_failure(task: str, error: Exception) -> str:
-    """Say what the user's own code raised, and at which line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).name == Path(task).name] or frames
-    where = f"{own[-1].filename}, line {own[-1].lineno}"
-    return f"training {task} failed: {type(error).__name__}: {error} ({where}). Mend it and run the same command again."
-
-
-def _leave_error(folder: Path, message: str) -> None:
-    with contextlib.suppress(LargebatchError):
-        write_json(folder / "error.json", {"message": message})
-    sys.exit(1)
+@contextlib.contextmanager
+def blame(task: str) -> Generator[None]:
+    """Turn what a task's own code raises into one sentence that names its line."""
+    try:
+        yield
+    except LargebatchError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if Path(frame.filename).name == Path(task).name] or frames
+        raise LargebatchError(
+            f"training {task} failed: {type(error).__name__}: {error} ({own[-1].filename}, line {own[-1].lineno}). "
+            "Mend it and run the same command again."
+        ) from error
 
 
 def _die_with(parent: int) -> None:

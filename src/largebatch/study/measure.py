@@ -65,7 +65,7 @@ def run_baseline(context: Context) -> list[tuple[int, float]]:
 
 def set_goals(context: Context) -> None:
     """Take the task's goals; where it states none, pick them from a run at the reference batch and rate."""
-    context.goals = context.task.goals or pick_goals(run_baseline(context), context.protocol)
+    context.goals = tuple(context.task.goals or ()) or pick_goals(run_baseline(context), context.protocol)
 
 
 def check_goals(context: Context, search: Search) -> None:
@@ -75,10 +75,13 @@ def check_goals(context: Context, search: Search) -> None:
         ConfigError: a run had met the easiest goal before its first step.
     """
     if any(record.crossings[0] is not None and record.crossings[0] <= 0 for record in search.records.values()):
-        raise ConfigError(
-            f"the goal of loss {context.goals[0]:.4g} is met before the first step. State goals below the loss of "
-            "fresh weights in the task, or leave `goals` out to have them picked."
+        advice = (
+            "State goals below the loss of fresh weights in the task, or leave `goals` out to have them picked."
+            if context.task.goals
+            else "The goals were picked from the baseline run, which learned little: give its recipe more epochs or a "
+            "higher reference_lr, or state goals in the task."
         )
+        raise ConfigError(f"the goal of loss {context.goals[0]:.4g} is met before the first step. {advice}")
 
 
 def tune_reference(context: Context) -> tuple[Search, float, float]:
@@ -112,6 +115,11 @@ def tune_reference(context: Context) -> tuple[Search, float, float]:
         )
     tuned = best_lr(search.tried(hardest))
     assert tuned is not None  # a run has reached the goal
+    if tuned >= max(search.records) or tuned <= min(search.records):
+        context.warn(
+            f"The search for the baseline's learning rate ended at its edge ({tuned:.3g}; {min(search.records):.3g} to "
+            f"{max(search.records):.3g} were tried from {recipe.reference_lr:g}): a rate beyond it may be better."
+        )
     return search, tuned, steps
 
 

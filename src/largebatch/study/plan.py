@@ -110,10 +110,11 @@ def pick_goals(curve: Sequence[tuple[int, float]], protocol: Protocol) -> tuple[
     goals = [
         min(loss for step, loss in curve if step <= max(fraction * last, 1)) for fraction in protocol.goal_fractions
     ]
+    goals = [float(f"{goal:.3g}") for goal in goals]
     first = curve[0][1]
     if not all(later < earlier for earlier, later in itertools.pairwise([first, *goals])):
         raise ConfigError(
             f"the baseline run does not learn: its loss went from {first:.4g} to {goals[-1]:.4g} "
             f"in {last} steps. Check the task's loss and reference_lr, or state `goals` in the task."
         )
-    return tuple(float(f"{goal:.3g}") for goal in goals)
+    return tuple(goals)

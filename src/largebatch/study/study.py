@@ -23,9 +23,9 @@ from largebatch.study.context import Context
 from largebatch.study.frontier import fit_front
 from largebatch.study.identity import claim_folder, identity_of, locked
 from largebatch.study.large import NoiseRule, train_large, winner
-from largebatch.study.launch import Launcher, cached_task
+from largebatch.study.launch import Launcher, blame, cached_task
 from largebatch.study.measure import Prediction, is_wide, measure, set_goals, tune_reference
-from largebatch.study.plan import Protocol, batch_grid, more_batches
+from largebatch.study.plan import Protocol, batch_grid, microbatch_for, more_batches
 from largebatch.study.sweep import Search, confirm, search_lrs
 
 FEW_STEPS = 50
@@ -58,13 +58,15 @@ def study(
     """
     if jobs < 1:
         raise ConfigError(f"jobs is at least 1; got {jobs}.")
-    if budget is not None and not budget > 0:
+    if budget is not None and not 0 < budget < math.inf:
         raise ConfigError(f"a budget is a number of minutes above 0; got {budget}.")
     rules = protocol or Protocol()
     loaded = cached_task(task, data)
-    identity = identity_of(
-        "study", task, loaded, seed=seed, budget_minutes=budget, device=device, protocol=asdict(rules)
-    )
+    microbatch_for(loaded.recipe.reference_batch, rules, loaded.max_microbatch)  # a batch of 1 is refused at once
+    with blame(task):
+        identity = identity_of(
+            "study", task, loaded, seed=seed, budget_minutes=budget, device=device, protocol=asdict(rules)
+        )
     with locked(out):
         claim_folder(out, identity)
         launcher = Launcher(task=task, data=data, out=out, jobs=jobs, device=device)

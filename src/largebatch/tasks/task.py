@@ -6,7 +6,9 @@ when it reads files.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +35,14 @@ class TensorSplit:
     """Examples held whole in memory: tensors that share their first dim (num_examples)."""
 
     tensors: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        kinds = [type(tensor).__name__ for tensor in self.tensors if not isinstance(tensor, Tensor)]
+        if kinds or not self.tensors:
+            raise ConfigError(f"a TensorSplit holds a tuple of torch tensors; got {', '.join(kinds) or 'nothing'}.")
+        lengths = [len(tensor) for tensor in self.tensors]
+        if min(lengths) != max(lengths) or not lengths[0]:
+            raise ConfigError(f"a TensorSplit's tensors have one length, at least 1; got {lengths}.")
 
     def __len__(self) -> int:
         return len(self.tensors[0])
@@ -71,7 +81,7 @@ class Task:
     mean in percent, so an error is a share of 1 for each unit."""
     recipe: Recipe
     """What the baseline is trained with: reference batch and lr, epochs, warmup, decay, momentum."""
-    goals: tuple[float, ...] | None = None
+    goals: Sequence[float] | None = None
     """Losses on the goal examples to be reached, hardest last, at least 3; None: taken from a baseline run."""
     unit: str = "examples"
     """What a batch counts."""
@@ -87,15 +97,31 @@ class Task:
 
     def __post_init__(self) -> None:
         check_unit(self.unit)
-        if self.goals is not None and (len(self.goals) < 3 or list(self.goals) != sorted(self.goals, reverse=True)):
-            raise ConfigError(
-                f"task {self.name!r} needs at least 3 goals, the hardest (smallest loss) last; got {self.goals}."
-            )
+        if self.goals is not None:
+            object.__setattr__(self, "goals", _checked_goals(self.name, self.goals))
+        for field in ("num_goal_examples", "max_microbatch"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} of task {self.name!r} is at least 1; got {getattr(self, field)}.")
+        if not len(self.held_out):
+            raise ConfigError(f"task {self.name!r} has no held-out examples: their error is what a study compares.")
         if len(self.train) < 2 * self.recipe.reference_batch:
             raise ConfigError(
                 f"task {self.name!r} has {len(self.train)} training examples, too few for a reference batch of "
                 f"{self.recipe.reference_batch}: at least two batches are needed."
             )
+
+
+def _checked_goals(name: str, goals: Sequence[float]) -> tuple[float, ...]:
+    try:
+        losses = tuple(float(goal) for goal in goals)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"goals of task {name!r} are losses, numbers; got {goals!r}.") from error
+    falling = all(later < earlier for earlier, later in itertools.pairwise(losses))
+    if len(losses) < 3 or not falling or not all(map(math.isfinite, losses)):
+        raise ConfigError(
+            f"task {name!r} needs at least 3 different goals, finite, the hardest (smallest loss) last; got {goals!r}."
+        )
+    return losses
 
 
 def cross_entropy_sum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

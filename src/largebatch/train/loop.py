@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from largebatch.errors import ConfigError, RecordError
+from largebatch.errors import CheckpointError, ConfigError, RecordError
 from largebatch.noise.moments import StepMoments
 from largebatch.noise.monitor import NoiseScaleMonitor
 from largebatch.recipe.optimizer import build_sgd
@@ -86,6 +86,7 @@ class Run:
         self.progress = Progress(crossings=[None] * len(spec.goals))
         self.stream = ShuffledStream(len(task.train), spec.seed)
         resolved = task.recipe.resolve(spec.batch, len(task.train), lr=spec.lr, rule="given")
+        self._num_lines = {"steps": 0, "evaluations": 0}
         self.schedule: Callable[[int], float] = (
             resolved.schedule.lr_at if spec.schedule == "goyal" else lambda _: spec.lr
         )
@@ -105,6 +106,7 @@ class Run:
         record = RunRecord(
             spec=self.spec, status=status, steps=progress.step, units=progress.units,
             crossings=tuple(progress.crossings), epochs=tuple(progress.epochs), goal_loss=goal_loss,
+            num_step_lines=self._num_lines["steps"], num_evaluation_lines=self._num_lines["evaluations"],
         )  # fmt: skip
         write_json(self.folder / "timing.json", {"seconds": self._elapsed(), "steps": progress.step})
         write_json(done, asdict(record))
@@ -137,6 +139,8 @@ class Run:
         written: dict[str, int] = state["lines"] if state is not None else {}
         step_lines = JsonLines(self.folder / "steps.jsonl", keep=written.get("steps", 0))
         evaluation_lines = JsonLines(self.folder / "evaluations.jsonl", keep=written.get("evaluations", 0))
+        if (step_lines.count, evaluation_lines.count) != (written.get("steps", 0), written.get("evaluations", 0)):
+            raise CheckpointError(f"{self.checkpoint_path} counts on lines that {self.folder} has lost.")
         last_saved = time.monotonic()
         try:
             while True:
@@ -163,6 +167,7 @@ class Run:
                     save_checkpoint(self.checkpoint_path, {**self._state(model, optimizer, monitor), "lines": lines})
                     last_saved = time.monotonic()
         finally:
+            self._num_lines = {"steps": step_lines.count, "evaluations": evaluation_lines.count}
             step_lines.close()
             evaluation_lines.close()
             if monitor is not None:
