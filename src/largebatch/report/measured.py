@@ -14,7 +14,6 @@ Facts = list[tuple[str, Parts]]
 
 # What a number of the protocol means: the fact's name, and a sentence around the value.
 _SENTENCES = {
-    "num_goals": ("Number of goals", "{} where the task states none"),
     "goal_fractions": ("Where the goals lie", "The losses of the baseline run after these fractions of its steps: {}"),
     "num_microbatches": ("Microbatches", "At most {} a step while the noise scale is measured"),
     "lr_factor": ("Learning-rate search", "Steps by a factor of {}"),

@@ -113,7 +113,7 @@ def tune_reference(context: Context) -> tuple[Search, float, float]:
             f"(learning rates {tried}; lowest loss at an end {best:.4g}). All runs are kept in {context.out}; "
             "state an easier last goal in the task, or give its recipe more epochs."
         )
-    tuned = best_lr(search.tried(hardest))
+    tuned = best_lr(search.tried(hardest), context.protocol.lr_factor)
     assert tuned is not None  # a run has reached the goal
     if tuned >= max(search.records) or tuned <= min(search.records):
         context.warn(

@@ -9,21 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from largebatch.errors import ConfigError
+from largebatch.study.choose import SEARCH_FACTOR
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Protocol:
     """The rules of a study; all of it goes into result.json."""
 
-    num_goals: int = 3
-    """Goals taken from the baseline run when the task states none."""
     goal_fractions: tuple[float, ...] = (0.1, 0.2, 0.4)
     """Fractions of the baseline run's steps whose losses become the goals."""
     num_microbatches: int = 8
     """Microbatches a step in the measured run, at most."""
     max_measured_runs: int = 7
     """Measured runs at most; more than one only while the noise scale's interval is wide."""
-    lr_factor: float = 2**0.5
+    lr_factor: float = SEARCH_FACTOR
     """Step of the learning-rate search."""
     num_seeds: int = 3
     """Fresh seeds at the chosen learning rate of each batch, at first."""

@@ -32,9 +32,9 @@ class Search:
         steps = [outcome.steps for outcome in self.tried(goal).values() if outcome.steps is not None]
         return min(steps, default=None)
 
-    def next_lrs(self, num_goals: int) -> list[float]:
+    def next_lrs(self, num_goals: int, factor: float) -> list[float]:
         """Learning rates that any goal's search wants next."""
-        wanted = {lr for goal in range(num_goals) for lr in next_lrs(self.tried(goal), self.start_lr)}
+        wanted = {lr for goal in range(num_goals) for lr in next_lrs(self.tried(goal), self.start_lr, factor)}
         return sorted(lr for lr in wanted if not any(math.isclose(lr, known, rel_tol=1e-9) for known in self.records))
 
 
@@ -64,7 +64,7 @@ def search_lrs(context: Context, starts: Mapping[int, float], allowance: Mapping
                 ),
             )
             for search in searches.values()
-            for lr in search.next_lrs(len(context.goals))
+            for lr in search.next_lrs(len(context.goals), context.protocol.lr_factor)
         ]  # fmt: skip
         if not specs:
             return searches
@@ -82,7 +82,9 @@ def confirm(
     """
     goals, protocol = context.goals, context.protocol
     chosen = {
-        (batch, goal): best_lr(search.tried(goal)) for batch, search in searches.items() for goal in range(len(goals))
+        (batch, goal): best_lr(search.tried(goal), protocol.lr_factor)
+        for batch, search in searches.items()
+        for goal in range(len(goals))
     }
     groups: dict[tuple[int, float], list[int]] = {}
     for (batch, goal), lr in chosen.items():
