@@ -44,9 +44,7 @@ def record_with(spec, error):
 def context_with(tmp_path, error):
     task = linear_task(num_examples=4096)
     task = replace(task, held_out=TensorSplit((torch.zeros(10_000, 1),)))
-    return Context(
-        task=task, task_name="linear", out=tmp_path, seed=0, protocol=Protocol(), launcher=Told(tmp_path, error)
-    )
+    return Context(task=task, out=tmp_path, seed=0, protocol=Protocol(), launcher=Told(tmp_path, error))
 
 
 def elbow_at(batch):

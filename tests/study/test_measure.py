@@ -17,7 +17,7 @@ from largebatch.study.study import warn_of_batch_norm
 
 def context_of(task, tmp_path):
     launcher = Launcher(task="linear", data=None, out=tmp_path)
-    return Context(task=task, task_name="linear", out=tmp_path, seed=0, protocol=Protocol(), launcher=launcher,
+    return Context(task=task, out=tmp_path, seed=0, protocol=Protocol(), launcher=launcher,
                    goals=(2.0, 1.0))  # fmt: skip
 
 

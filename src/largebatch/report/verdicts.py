@@ -23,11 +23,6 @@ def recommended_run(study: StudyResult) -> LargeRun | None:
     return min(runs, key=lambda run: abs(run.lr - chosen.lr), default=None)
 
 
-def baseline_run(study: StudyResult) -> LargeRun | None:
-    """The run that the others are held against."""
-    return next((run for run in study.large if run.role == "baseline"), None)
-
-
 def by_batch(study: StudyResult) -> dict[int, list[LargeRun]]:
     """The large-batch runs at each batch, smallest batch first."""
     runs = sorted((run for run in study.large if run.role != "baseline"), key=lambda run: run.batch)

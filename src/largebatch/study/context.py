@@ -22,7 +22,6 @@ class Context:
     """One study under way: the task, the rules, the launcher, and who is told about it."""
 
     task: Task
-    task_name: str
     out: Path
     seed: int
     protocol: Protocol

@@ -70,7 +70,7 @@ def study(
     with locked(out):
         claim_folder(out, identity)
         launcher = Launcher(task=task, data=data, out=out, jobs=jobs, device=device)
-        context = Context(task=loaded, task_name=task, out=out, seed=seed, protocol=rules, launcher=launcher)
+        context = Context(task=loaded, out=out, seed=seed, protocol=rules, launcher=launcher)
         if configure is not None:
             configure(context)
         result = _phases(context, budget)

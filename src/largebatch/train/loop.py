@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from largebatch.errors import CheckpointError, ConfigError, RecordError
 from largebatch.noise.moments import StepMoments
 from largebatch.noise.monitor import NoiseScaleMonitor
+from largebatch.recipe.loss import normalise
 from largebatch.recipe.optimizer import build_sgd
 from largebatch.recipe.sampler import ShuffledStream, draws
 from largebatch.records.files import JsonLines, read_json, write_json
@@ -199,10 +200,10 @@ class Run:
         for batch, count in zip(batches, counts, strict=True):
             loss = task.loss(model, batch)
             if monitor is None:
-                (loss / total).backward()
+                normalise(loss, total).backward()
             else:
                 with monitor.microbatch(units=count):
-                    (loss / total).backward()
+                    normalise(loss, total).backward()
             loss_sum += loss.detach()
         moments = monitor.step() if monitor is not None else None
         optimizer.step()
