@@ -184,7 +184,7 @@ def test_negative_estimates_are_kept():
 def test_one_size_is_not_enough():
     message = (
         "noise scale needs two batch sizes; got microbatch=64 and batch=64. "
-        "Use accumulation >= 2: microbatches smaller than the batch."
+        "Use accumulation >= 2, world_size >= 2, or per_example=True."
     )
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         solve_moments([1.0], [64], 1.0)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 
 from largebatch.errors import ConfigError
-from largebatch.noise.monitor import NoiseScaleMonitor
+from largebatch.noise.monitor import NoiseScaleMonitor as Monitor
 from oracles import noise_moments as oracle
 
 UNEVEN = (4, 4, 4, 1)
+monitored = partial(Monitor, every=1)
+"""A monitor that measures every step, as the tests below count on."""
 
 
 def make_model():
@@ -62,7 +65,7 @@ def expected_moments(model, parts):
 def test_a_real_models_moments_are_those_of_its_mean_gradient(loss_scaling, sizes):
     model = make_model().eval()
     parts = make_step(sizes)
-    with NoiseScaleMonitor(model, microbatch=4, loss_scaling=loss_scaling) as monitor:
+    with monitored(model, microbatch=4, loss_scaling=loss_scaling) as monitor:
         backward(model, parts, loss_scaling, monitor)
         moments = monitor.step()
     assert (moments.batch, moments.num_microbatches) == (sum(sizes), len(sizes))
@@ -83,9 +86,9 @@ def test_a_real_models_moments_are_those_of_its_mean_gradient(loss_scaling, size
         assert (moments.trace_cov, moments.grad_sq_norm) == pytest.approx(expected_moments(model, parts), rel=1e-3)
 
 
-def train(model, monitored, steps=6):
+def train(model, watch, steps=6):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    monitor = NoiseScaleMonitor(model, microbatch=4) if monitored else None
+    monitor = monitored(model, microbatch=4) if watch else None
     gradients = []
     torch.manual_seed(3)
     for step in range(steps):
@@ -103,7 +106,7 @@ def train(model, monitored, steps=6):
 
 
 def test_measuring_changes_no_gradient_no_weight_and_no_random_number():
-    plain, watched = train(make_model(), monitored=False), train(make_model(), monitored=True)
+    plain, watched = train(make_model(), watch=False), train(make_model(), watch=True)
     for mine, other in zip(plain[0] + plain[1], watched[0] + watched[1], strict=True):
         assert torch.equal(mine, other)
         assert mine.stride() == other.stride()
@@ -113,7 +116,7 @@ def test_measuring_changes_no_gradient_no_weight_and_no_random_number():
 def test_scaling_the_loss_leaves_noise_scale_unchanged():
     def measure(factor):
         model = make_model().eval()
-        with NoiseScaleMonitor(model, microbatch=4) as monitor:
+        with monitored(model, microbatch=4) as monitor:
             for seed in range(12):
                 model.zero_grad()
                 for part in make_step((4, 4), seed=seed):
@@ -142,7 +145,7 @@ class Linear(nn.Module):
 
 def test_gradients_one_and_three_through_the_whole_way():
     model = Linear()
-    with NoiseScaleMonitor(model, microbatch=1, loss_scaling="sum") as monitor:
+    with monitored(model, microbatch=1, loss_scaling="sum") as monitor:
         for first in (1.0, 3.0):
             for second in (1.0, 3.0):
                 model.zero_grad()
@@ -153,7 +156,7 @@ def test_gradients_one_and_three_through_the_whole_way():
 
 def test_two_losses_in_a_context_are_one_microbatch(caplog):
     model = Linear(2)
-    with NoiseScaleMonitor(model, microbatch=1, loss_scaling="sum") as monitor:
+    with monitored(model, microbatch=1, loss_scaling="sum") as monitor:
         for step in range(3):
             model.zero_grad()
             for sign in (1.0, 3.0):
@@ -169,7 +172,7 @@ def test_two_losses_in_a_context_are_one_microbatch(caplog):
 def test_data_set_size_is_passed_on():
     def measure(**options):
         model = Linear()
-        with NoiseScaleMonitor(model, microbatch=1, loss_scaling="sum", **options) as monitor:
+        with monitored(model, microbatch=1, loss_scaling="sum", **options) as monitor:
             model.backward([1.0], [3.0])
             return monitor.step()
 
@@ -180,7 +183,7 @@ def test_data_set_size_is_passed_on():
 
 def test_every_third_step_is_measured_from_the_first_on():
     model = Linear()
-    with NoiseScaleMonitor(model, microbatch=1, every=3) as monitor:
+    with monitored(model, microbatch=1, every=3) as monitor:
         measured = []
         for _ in range(8):
             model.zero_grad()
@@ -195,7 +198,7 @@ def test_every_third_step_is_measured_from_the_first_on():
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_skips_the_step(bad, caplog):
     model = Linear()
-    with NoiseScaleMonitor(model, microbatch=1) as monitor:
+    with monitored(model, microbatch=1) as monitor:
         for gradient in (1.0, bad, 3.0):
             model.zero_grad()
             model.backward([1.0], [gradient])
@@ -218,16 +221,16 @@ def test_resuming_is_exact():
 
     options = {"microbatch": 4, "every": 2, "half_life": 5}
     model = make_model().eval()
-    whole = NoiseScaleMonitor(model, **options)
+    whole = monitored(model, **options)
     run(whole, model, range(30))
     whole.close()
-    first = NoiseScaleMonitor(model, **options)
+    first = monitored(model, **options)
     run(first, model, range(13))
     first.close()
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
-    second = NoiseScaleMonitor(model, **options)
+    second = monitored(model, **options)
     second.load_state_dict(torch.load(file, weights_only=True))
     run(second, model, range(13, 30))
     assert second.state_dict() == whole.state_dict()
@@ -241,7 +244,7 @@ def test_frozen_and_unused_parameters_are_left_out():
     model.unused = nn.Parameter(torch.ones(3))
     model.unused.grad = torch.full((3,), 7.0)  # left over from elsewhere, no part of this step
     parts = make_step((4, 4))
-    with NoiseScaleMonitor(model, microbatch=4) as monitor:
+    with monitored(model, microbatch=4) as monitor:
         for inputs, labels in parts:
             hidden = inputs
             for layer in list(model.children()):
@@ -254,7 +257,7 @@ def test_frozen_and_unused_parameters_are_left_out():
 
 def test_closing_removes_every_hook():
     model = make_model()
-    with NoiseScaleMonitor(model, microbatch=4):
+    with monitored(model, microbatch=4):
         pass
     for parameter in model.parameters():
         assert not parameter._backward_hooks
@@ -263,14 +266,14 @@ def test_closing_removes_every_hook():
 
 def test_one_microbatch_is_refused_with_the_way_out():
     model = Linear()
-    with NoiseScaleMonitor(model, microbatch=64) as monitor:
+    with monitored(model, microbatch=64) as monitor:
         model.backward([1.0])
         with pytest.raises(ConfigError, match=r"got microbatch=64 and batch=64\. Use accumulation >= 2"):
             monitor.step()
 
 
 def test_no_step_yet_is_not_an_estimate():
-    with NoiseScaleMonitor(Linear(), microbatch=1, unit="tokens") as monitor:
+    with monitored(Linear(), microbatch=1, unit="tokens") as monitor:
         assert not monitor.noise_scale.resolved
         assert monitor.noise_scale.unit == "tokens"
 
@@ -282,20 +285,14 @@ def test_no_step_yet_is_not_an_estimate():
         ({"microbatch": 1.5}, "microbatch"),
         ({"every": 0}, "every"),
         ({"dataset_size": 0}, "dataset_size"),
-        ({"loss_scaling": "mean"}, "'step_mean', 'microbatch_mean', 'sum'"),
+        ({"loss_scaling": "mean"}, "'step_mean', 'local_mean', 'microbatch_mean', 'sum'"),
         ({"unit": "pages"}, "pages"),
         ({"half_life": -1}, "not negative"),
     ],
 )
 def test_unusable_options_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
-        NoiseScaleMonitor(Linear(), **{"microbatch": 1, **options})
-
-
-def test_a_wrapped_model_is_refused():
-    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
-    with pytest.raises(ConfigError, match="DistributedDataParallel"):
-        NoiseScaleMonitor(wrapped, microbatch=1)
+        monitored(Linear(), **{"microbatch": 1, **options})
 
 
 def _small():
@@ -312,7 +309,7 @@ def _small():
 def test_a_step_given_up_by_zeroing_in_place_leaves_no_trace():
     """A loop that meets a spike calls zero_grad and goes on: what came before is no part of the next step."""
     model, backward = _small()
-    with NoiseScaleMonitor(model, microbatch=8) as monitor:
+    with monitored(model, microbatch=8) as monitor:
         for start in (0, 8, 16, 24):
             backward(start)
         wanted = monitor.step()
@@ -330,7 +327,7 @@ def test_gradients_changed_before_step_are_refused(change):
     """Clipping, a foreach optimizer with momentum, unscaling: each would give moments of something else."""
     model, backward = _small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=True)
-    with NoiseScaleMonitor(model, microbatch=8) as monitor:
+    with monitored(model, microbatch=8) as monitor:
         for start in (0, 8, 16, 24):
             backward(start)
         if change == "clip":
@@ -346,19 +343,44 @@ def test_gradients_changed_before_step_are_refused(change):
 
 def test_clipping_each_microbatch_is_refused():
     model, backward = _small()
-    with NoiseScaleMonitor(model, microbatch=8):
+    with monitored(model, microbatch=8):
         backward(0)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         with pytest.raises(ConfigError, match="between two backwards"):
             backward(8)
 
 
-def test_a_parameter_unfrozen_later_is_not_left_out_in_silence():
+def test_a_parameter_that_joins_later_gives_one_step_up_and_is_measured_from_then_on(caplog):
     model, backward = _small()
     model.bias.requires_grad_(False)
-    with NoiseScaleMonitor(model, microbatch=8) as monitor:
+    with monitored(model, microbatch=8) as monitor:
         model.bias.requires_grad_(True)
         for start in (0, 8):
             backward(start)
-        with pytest.raises(ConfigError, match="after unfreezing"):
+        assert monitor.step() is None
+        assert "joined" in caplog.text
+        model.zero_grad()
+        for start in (0, 8):
+            backward(start)
+        late = monitor.step()
+    model.zero_grad()
+    with monitored(model, microbatch=8) as monitor:
+        for start in (0, 8):
+            backward(start)
+        assert monitor.step() == late
+
+
+def test_gradients_that_were_not_zeroed_are_refused():
+    model, backward = _small()
+    with monitored(model, microbatch=8) as monitor:
+        for start in (0, 8):
+            backward(start)
+        monitor.step()
+        for start in (0, 8):
+            backward(start)
+        with pytest.raises(ConfigError, match="zero_grad"):
             monitor.step()
+        model.zero_grad(set_to_none=False)  # zeros are fine
+        for start in (0, 8):
+            backward(start)
+        assert monitor.step() is not None

@@ -2,10 +2,12 @@
 
 from largebatch.noise.estimate import NoiseScale, RunningNoiseScale, Window, noise_scale, windows
 from largebatch.noise.moments import StepMoments, solve_moments, solve_per_example, solve_two_sizes
-from largebatch.noise.monitor import LossScaling, NoiseScaleMonitor
+from largebatch.noise.monitor import MeasuredStep, NoiseScaleMonitor
+from largebatch.noise.reduce import LossScaling
 
 __all__ = [
     "LossScaling",
+    "MeasuredStep",
     "NoiseScale",
     "NoiseScaleMonitor",
     "RunningNoiseScale",

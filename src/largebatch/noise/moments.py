@@ -13,7 +13,7 @@ why a step's moments are kept and a ratio never is (`largebatch.noise.estimate` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -55,6 +55,64 @@ class StepMoments:
     a_i proportional to b_i."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormSums:
+    """Sums over the microbatches of a step, on all workers: the step's moments need no more, whatever K is.
+
+    Microbatch i of b_i units has the mean gradient g_i; the step's gradient is sum a_i g_i.
+    """
+
+    num_microbatches: int
+    """K."""
+    batch: int
+    """sum b_i."""
+    sum_a: float
+    """sum a_i, other than 0."""
+    sum_a_over_b: float
+    """sum a_i / b_i."""
+    sum_a2_over_b: float
+    """sum a_i^2 / b_i."""
+    weighted_sq_norms: float
+    """sum a_i |g_i|^2."""
+    sq_norm_sum: float
+    """|sum a_i g_i|^2."""
+
+
+def solve_sums(sums: NormSums, dataset_size: int | None = None) -> StepMoments:
+    """Moments from sums, with the coefficients a_i as weights: `solve_moments` says what is assumed.
+
+    >>> sums = NormSums(num_microbatches=2, batch=2, sum_a=1.0, sum_a_over_b=1.0, sum_a2_over_b=0.5,
+    ...     weighted_sq_norms=5.0, sq_norm_sum=4.0)
+    >>> solve_sums(sums) == solve_moments([1.0, 9.0], [1, 1], 4.0)
+    True
+    """
+    return _solve(
+        num_microbatches=sums.num_microbatches,
+        batch=sums.batch,
+        sq_norm_small=sums.weighted_sq_norms / sums.sum_a,
+        units_small=sums.sum_a / sums.sum_a_over_b,
+        sq_norm_step=sums.sq_norm_sum / sums.sum_a**2,
+        units_step=sums.sum_a**2 / sums.sum_a2_over_b,
+        dataset_size=dataset_size,
+    )
+
+
+def add_moments(parts: Sequence[StepMoments]) -> StepMoments:
+    """Moments of all parameters from those of groups of them in the same step: all four norms just add up.
+
+    >>> half = solve_moments([1.0, 9.0], [1, 1], 4.0)
+    >>> add_moments([half, half]).trace_cov
+    4.0
+    """
+    return replace(
+        parts[0],
+        trace_cov=sum(part.trace_cov for part in parts),
+        grad_sq_norm=sum(part.grad_sq_norm for part in parts),
+        sq_norm_small=sum(part.sq_norm_small for part in parts),
+        sq_norm_step=sum(part.sq_norm_step for part in parts),
+    )
+
+
 def solve_two_sizes(
     sq_norm_small: Floats,
     units_small: float,
@@ -92,7 +150,7 @@ def solve_two_sizes(
     if abs(units_step - units_small) <= SAME_SIZE * units_step:
         raise ConfigError(
             f"noise scale needs two batch sizes; got microbatch={units_small:g} and batch={units_step:g}. "
-            "Use accumulation >= 2: microbatches smaller than the batch."
+            "Use accumulation >= 2, world_size >= 2, or per_example=True."
         )
     trace_cov = (sq_norm_small - sq_norm_step) / (1.0 / units_small - 1.0 / units_step)
     grad_sq_norm = (units_step * sq_norm_step - units_small * sq_norm_small) / (units_step - units_small)
@@ -155,9 +213,6 @@ def solve_moments(
         raise ConfigError(f"each microbatch has one norm and one size; got {norms.size} norms and {sizes.size} sizes.")
     if not (sizes >= 1).all():
         raise ConfigError(f"a microbatch has at least 1 unit; got units={list(units)}.")
-    batch = int(sizes.sum())
-    if dataset_size is not None and dataset_size < batch:
-        raise ConfigError(f"a batch of {batch} cannot be drawn without replacement from dataset_size={dataset_size}.")
     a = sizes / sizes.sum() if coefficients is None else np.asarray(coefficients, dtype=np.float64)
     q = a if weights is None else np.asarray(weights, dtype=np.float64)
     if a.shape != sizes.shape or q.shape != sizes.shape:
@@ -166,18 +221,37 @@ def solve_moments(
         )
     if a.sum() == 0 or not ((q >= 0).all() and q.sum() > 0):
         raise ConfigError(f"coefficients {a.tolist()} or weights {q.tolist()} make no mean gradient: they sum to 0.")
-    small = float(q @ norms / q.sum())
-    step = float(sq_norm_step) / float(a.sum()) ** 2
-    units_small = float(q.sum() / (q / sizes).sum())
-    units_step = float(a.sum() ** 2 / (a * a / sizes).sum())
-    trace_cov, grad_sq_norm = solve_two_sizes(small, units_small, step, units_step, dataset_size)
+    return _solve(
+        num_microbatches=sizes.size,
+        batch=int(sizes.sum()),
+        sq_norm_small=float(q @ norms / q.sum()),
+        units_small=float(q.sum() / (q / sizes).sum()),
+        sq_norm_step=float(sq_norm_step) / float(a.sum()) ** 2,
+        units_step=float(a.sum() ** 2 / (a * a / sizes).sum()),
+        dataset_size=dataset_size,
+    )
+
+
+def _solve(
+    *,
+    num_microbatches: int,
+    batch: int,
+    sq_norm_small: float,
+    units_small: float,
+    sq_norm_step: float,
+    units_step: float,
+    dataset_size: int | None,
+) -> StepMoments:
+    if dataset_size is not None and dataset_size < batch:
+        raise ConfigError(f"a batch of {batch} cannot be drawn without replacement from dataset_size={dataset_size}.")
+    trace_cov, grad_sq_norm = solve_two_sizes(sq_norm_small, units_small, sq_norm_step, units_step, dataset_size)
     return StepMoments(
         trace_cov=trace_cov,
         grad_sq_norm=grad_sq_norm,
         batch=batch,
-        num_microbatches=sizes.size,
-        sq_norm_small=small,
-        sq_norm_step=step,
+        num_microbatches=num_microbatches,
+        sq_norm_small=sq_norm_small,
+        sq_norm_step=sq_norm_step,
         units_small=units_small,
         units_step=units_step,
     )

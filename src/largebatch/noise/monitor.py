@@ -1,6 +1,6 @@
 """Is my batch too small or too large? The noise scale of a training loop, while it runs.
 
-Three lines in a loop that accumulates K >= 2 backwards a step:
+Three lines in a loop that accumulates K >= 2 backwards a step, or that runs on two workers or more:
 
     monitor = NoiseScaleMonitor(model, microbatch=32)
     monitor.step()  # after the last backward, before clipping and optimizer.step()
@@ -11,32 +11,55 @@ from __future__ import annotations
 
 import logging
 import math
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from largebatch.errors import ConfigError
-from largebatch.noise.collect import Collected, GradientCollector
+from largebatch.errors import CheckpointError, ConfigError
+from largebatch.groups import sum_over_workers
+from largebatch.noise.cadence import Cadence
+from largebatch.noise.collect import GradientCollector, StepNorms
 from largebatch.noise.estimate import NoiseScale, RunningNoiseScale
-from largebatch.noise.moments import StepMoments, solve_moments
+from largebatch.noise.layout import find_layout, named_trainable
+from largebatch.noise.moments import StepMoments, add_moments
+from largebatch.noise.partition import Groups, Partition
+from largebatch.noise.precondition import metric_of
+from largebatch.noise.reduce import LossScaling, StepSums, pack, refusal
 from largebatch.units import Duration, check_unit
 
-LossScaling = Literal["step_mean", "microbatch_mean", "sum"]
-
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredStep:
+    """What one measured optimizer step said."""
+
+    step: int
+    """Its number, the first being 1."""
+    moments: StepMoments
+    """Of all parameters; exactly the sum of the groups'."""
+    groups: dict[str, StepMoments]
+    """Of each group; one entry, "rest", without `groups`."""
+    preconditioned: StepMoments | None = None
+    """Of all parameters in the optimizer's metric P; None without `precondition_by`, or before its first step."""
 
 
 class NoiseScaleMonitor:
     """Measures tr(Sigma), |G|^2 and B_simple of a model in training, and changes nothing in it.
 
-    Each backward is taken for one microbatch (`microbatch` says otherwise), and the microbatches of a step for
-    independent draws. Gradients, weights and random numbers stay as they are, bit for bit; gradients are read,
-    not kept. One transfer to the host per measured step.
+    Each backward is taken for one microbatch (`microbatch` says otherwise), and the microbatches of a step, on all
+    workers, for independent draws. Gradients, weights and random numbers stay as they are, bit for bit; gradients
+    are read, not kept. One sum over the workers per measured step. The host never waits for an accelerator: there
+    a step's numbers are read when the next one is measured, or when they are asked for.
 
-    One process without a gradient scaler for now; layers that couple examples (batch norm in training,
-    contrastive losses) make the noise of a microbatch more than that of its units.
+    On several workers every worker makes one and calls `step()` at every step. Layers that couple examples (batch
+    norm in training, contrastive losses) make the noise of a microbatch more than that of its units.
 
     >>> import torch
     >>> _ = torch.manual_seed(0)
@@ -58,51 +81,105 @@ class NoiseScaleMonitor:
         microbatch: int,
         loss_scaling: LossScaling = "step_mean",
         unit: str = "examples",
-        every: int = 1,
+        every: int | Literal["auto"] = "auto",
+        overhead: float = 0.01,
+        groups: Groups = None,
         dataset_size: int | None = None,
         half_life: float | Duration | None = None,
+        grad_scaler: Any = None,
+        precondition_by: torch.optim.Optimizer | None = None,
+        on_measured: Sequence[Callable[[MeasuredStep], None]] = (),
     ) -> None:
-        """Hook into the parameters of `model` that require a gradient now.
+        """Hook into the parameters of `model` that require a gradient.
 
         Args:
-            model: the model in training, not wrapped in DDP or FSDP.
-            microbatch: units in one backward, >= 1; uneven ones go through `microbatch(units)`.
-            loss_scaling: how the loss of microbatch i (b_i of the step's B units) is scaled before its backward.
-                "step_mean": its sum over the units divided by B (for even microbatches: its mean over the
-                number of microbatches). "microbatch_mean": its mean. "sum": its sum.
+            model: the model in training, as it is called: wrapped in DistributedDataParallel, sharded by
+                fully_shard, or plain.
+            microbatch: units in one backward of one worker, >= 1; uneven ones go through `microbatch(units)`.
+            loss_scaling: what the sum of a backward's losses over its b_i units is divided by, where the step has
+                B units on W workers: "step_mean" by B / W (on one worker: by B; for even microbatches the same as
+                their mean over the accumulation), "local_mean" by the worker's own units in the step,
+                "microbatch_mean" by b_i, "sum" by 1. Gradients are then averaged over the workers, as DDP does.
             unit: what a batch counts.
-            every: measure every this many steps, the first one included.
+            every: measure every this many steps, the first one included; "auto" keeps the cost under `overhead`.
+            overhead: share of a step's time that measuring may take on average, in (0, 1); for "auto".
+            groups: moments of groups of parameters beside the total, see `Groups`.
             dataset_size: examples that a step draws from without replacement; the target is then the gradient
                 over these examples, without it the gradient over the population (see `solve_moments`).
             half_life: None averages over the whole run; else measured steps (a number or a Duration in steps)
                 or units (a Duration in `unit`) of measured steps after which a step's weight has halved.
+            grad_scaler: the torch.amp.GradScaler in use; its scale is divided out, unscaled already or not.
+            precondition_by: an Adam-like optimizer; moments also in its metric P = 1 / (sqrt(v) + eps).
+            on_measured: called with each MeasuredStep, in order, on rank 0 only.
 
         Raises:
-            ConfigError: a value out of range, nothing to train, or a model that is wrapped for many processes.
+            ConfigError: a value out of range, nothing to train, or a model that is spread in a way that is not
+                measured (the message says which and what to do).
         """
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is a torch.nn.Module; got {type(model).__name__}.")
         if loss_scaling not in get_args(LossScaling):
             options = ", ".join(map(repr, get_args(LossScaling)))
             raise ConfigError(f"loss_scaling {loss_scaling!r} is not known. Use one of: {options}.")
-        for name, value in (("microbatch", microbatch), ("every", every), ("dataset_size", dataset_size)):
-            if value is not None and (not isinstance(value, int) or value < 1):
+        counts = {"microbatch": microbatch, "every": 1 if every == "auto" else every, "dataset_size": dataset_size}
+        for name, value in counts.items():
+            optional = name == "dataset_size" and value is None
+            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} is a whole number of at least 1; got {value!r}.")
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise ConfigError("DistributedDataParallel is not supported yet: its gradients are averaged over workers.")
+        if not 0 < overhead < 1:
+            raise ConfigError(f"overhead is a share between 0 and 1; got {overhead!r}.")
         self.unit = check_unit(unit)
         self.num_steps = 0
         """Calls of `step`, measured or not."""
         self.num_skipped = 0
         """Steps that were to be measured but had a gradient that is not finite, or were given up."""
         self._loss_scaling: LossScaling = loss_scaling
-        self._every = every
-        self._dataset_size = dataset_size
+        self._dataset_size, self._scaler, self._on_measured = dataset_size, grad_scaler, tuple(on_measured)
+        self._cadence = Cadence(overhead=overhead) if every == "auto" else None
+        self._every = self._voted = 1 if every == "auto" else every
+        self._next = 0
+        self._layout = find_layout(model)
+        names = [name for name, _ in named_trainable(model, self._layout)]
+        self._partition = Partition(groups, names)
         self._running = RunningNoiseScale(half_life=half_life, unit=unit)
-        self._collector = GradientCollector(model.parameters(), default_units=microbatch)
+        self._running_groups = {
+            name: RunningNoiseScale(half_life=half_life, unit=unit) for name in self._partition.names
+        }
+        self._running_preconditioned = RunningNoiseScale(half_life=half_life, unit=unit)
+        self._unsettled: tuple[int, Tensor, Any, StepNorms] | None = None
+        self._last_end: float | None = None
+        self._device = next(model.parameters()).device
+        self._collector = GradientCollector(
+            model,
+            default_units=microbatch,
+            layout=self._layout,
+            row_of=self._partition.row_of,
+            num_rows=len(self._partition.names),
+            weigh=None if precondition_by is None else metric_of(precondition_by),
+        )
 
     @property
     def noise_scale(self) -> NoiseScale:
         """B_simple over the steps measured so far, with its 95 % interval or the reason why there is none."""
+        self._settle()
         return self._running.estimate()
+
+    @property
+    def group_noise_scales(self) -> dict[str, NoiseScale]:
+        """`noise_scale` of each group of parameters."""
+        self._settle()
+        return {name: running.estimate() for name, running in self._running_groups.items()}
+
+    @property
+    def preconditioned_noise_scale(self) -> NoiseScale:
+        """tr(P Sigma) / (G' P G) in the metric P of `precondition_by`; see `noise/precondition`."""
+        self._settle()
+        return self._running_preconditioned.estimate()
+
+    @property
+    def every(self) -> int:
+        """Every how many steps are measured now."""
+        return self._every
 
     def microbatch(self, units: int) -> AbstractContextManager[None]:
         """Take all backwards inside the context for one microbatch of `units` units.
@@ -118,64 +195,155 @@ class NoiseScaleMonitor:
         """Measure the step whose backwards are done; call once a step, before clipping and optimizer.step().
 
         Returns:
-            The step's moments; None if it was not to be measured (`every`), or was skipped because a gradient
-            was not finite or a context had its first unforeseen second backward.
+            The step's moments; None if it was not to be measured (`every`), if it was skipped because a gradient
+            was not finite or a context had its first unforeseen second backward, and on an accelerator, where
+            they are known later (`on_measured` gets them, `noise_scale` holds them).
 
         Raises:
-            ConfigError: one microbatch only, no backward, gradients zeroed too early or not at all, or more
-                units than `dataset_size`.
+            ConfigError: one microbatch only, no backward, gradients changed, zeroed too early or not at all, more
+                units than `dataset_size`, or such an error on another worker.
         """
         measured = self._collector.enabled
         self.num_steps += 1
-        self._collector.enabled = self.num_steps % self._every == 0
-        if not measured:
-            return None
-        collected = self._collector.take()
-        norms = (*collected.sq_norms, collected.sq_norm_step)
-        if not collected.exact or not all(map(math.isfinite, norms)):
-            self.num_skipped += 1
-            cause = "a gradient is not finite" if collected.exact else "a microbatch had an unforeseen second backward"
-            logger.warning("noise scale: step %d is not measured: %s.", self.num_steps, cause)
-            return None
-        moments = self._solve(collected)
-        self._running.update(trace_cov=moments.trace_cov, grad_sq_norm=moments.grad_sq_norm, batch=moments.batch)
+        moments = self._measure() if measured else None
+        if measured:
+            self._next = self.num_steps + self._every
+        self._collector.enabled = self.num_steps + 1 >= self._next
+        self._last_end = time.perf_counter()
         return moments
 
-    def _solve(self, collected: Collected) -> StepMoments:
-        """From the norms of what was accumulated, a_i g_i, to the moments of the mean gradient."""
-        batch = sum(collected.units)
-        if self._loss_scaling == "step_mean":
-            coefficients = [units / batch for units in collected.units]
-        elif self._loss_scaling == "microbatch_mean":
-            coefficients = [1.0] * len(collected.units)
-        else:
-            coefficients = [float(units) for units in collected.units]
-        return solve_moments(
-            [norm / a**2 for norm, a in zip(collected.sq_norms, coefficients, strict=True)],
-            collected.units,
-            collected.sq_norm_step,
-            coefficients=coefficients,
-            dataset_size=self._dataset_size,
+    def _measure(self) -> StepMoments | None:
+        started, in_hooks = time.perf_counter(), self._collector.seconds
+        self._settle()
+        self._every = self._voted
+        norms, failure = None, None
+        try:
+            norms = self._collector.take(may_be_unscaled=self._is_unscaled())
+            vote = self._cadence.every() if self._cadence is not None else self._every
+            payload = pack(
+                norms, loss_scaling=self._loss_scaling, scale=self._scale(), vote=vote if self._layout.rank == 0 else 0
+            )
+        except ConfigError as error:
+            if not self._layout.groups:
+                raise
+            failure, payload = error, refusal(self._collector.num_rows, self._device)
+        sum_over_workers(payload, self._layout.groups)
+        if failure is not None or norms is None:
+            raise failure or AssertionError("norms or a failure")
+        self._unsettled = self._send(payload, norms)
+        moments = self._settle() if payload.device.type == "cpu" else None
+        if self._cadence is not None and self._last_end is not None:
+            now = time.perf_counter()
+            self._cadence.note(step_seconds=now - self._last_end, cost_seconds=in_hooks + now - started)
+        return moments
+
+    def _send(self, payload: Tensor, norms: StepNorms) -> tuple[int, Tensor, Any, StepNorms]:
+        """Set off to the host, without waiting for it."""
+        if payload.device.type == "cpu":
+            return self.num_steps, payload, None, norms
+        host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=payload.device.type == "cuda")
+        host.copy_(payload, non_blocking=payload.device.type == "cuda")
+        event = torch.Event(payload.device) if payload.device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        return self.num_steps, host, event, norms
+
+    def _settle(self) -> StepMoments | None:
+        """Read the sums of the last measured step, if that was not done yet, and take its moments in."""
+        if self._unsettled is None:
+            return None
+        (step, host, event, norms), self._unsettled = self._unsettled, None
+        if event is not None:
+            event.synchronize()
+        sums = StepSums(
+            values=tuple(host.tolist()), num_rows=self._collector.num_rows, world_size=self._layout.world_size,
+            loss_scaling=self._loss_scaling, weighed=norms.weighed,
+        )  # fmt: skip
+        if sums.num_refused:
+            raise ConfigError(
+                f"step {step}: {sums.num_refused} other worker(s) refused to measure it; their message says why."
+            )
+        self._voted = sums.vote
+        if sums.stale:
+            raise ConfigError("gradients were not zero before this step's first backward: call zero_grad() each step.")
+        if sums.num_skipped or not all(map(math.isfinite, sums.values)):
+            self.num_skipped += 1
+            cause = (norms.skip or "another worker gave it up") if sums.num_skipped else "a gradient is not finite"
+            logger.warning("noise scale: step %d is not measured: %s.", step, cause)
+            return None
+        return self._take_in(step, sums)
+
+    def _take_in(self, step: int, sums: StepSums) -> StepMoments:
+        names = self._partition.names
+        rows = sums.moments(self._dataset_size)
+        total = add_moments(rows[: len(names)])
+        found = MeasuredStep(
+            step=step,
+            moments=total,
+            groups=dict(zip(names, rows, strict=False)),
+            preconditioned=add_moments(rows[len(names) :]) if sums.weighed else None,
         )
+        pairs = [(self._running, total), *((self._running_groups[name], found.groups[name]) for name in names)]
+        if found.preconditioned is not None:
+            pairs.append((self._running_preconditioned, found.preconditioned))
+        for running, moments in pairs:
+            running.update(trace_cov=moments.trace_cov, grad_sq_norm=moments.grad_sq_norm, batch=moments.batch)
+        if self._layout.rank == 0:
+            for sink in self._on_measured:
+                sink(found)
+        return total
+
+    def _scale(self) -> Tensor | float:
+        """What the loss was multiplied by."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return 1.0
+        scale = getattr(self._scaler, "_scale", None)
+        return scale if isinstance(scale, Tensor) else float(self._scaler.get_scale())
+
+    def _is_unscaled(self) -> bool:
+        """Whether the scaler has unscaled gradients since its last update."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return False
+        states = getattr(self._scaler, "_per_optimizer_states", {})
+        return any(getattr(state["stage"], "name", "") == "UNSCALED" for state in states.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, to be saved between steps; what `load_state_dict` goes on from, bit for bit."""
+        self._settle()
         return {
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
+            "every": self._every,
+            "voted": self._voted,
+            "next": self._next,
             "buffering": self._collector.buffering,
             "running": self._running.state_dict(),
+            "running_groups": {name: running.state_dict() for name, running in self._running_groups.items()},
+            "running_preconditioned": self._running_preconditioned.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; raises CheckpointError if it was saved with another half-life or unit."""
-        self._running.load_state_dict(state["running"])
-        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
-        self._collector.buffering = state["buffering"]
-        self._collector.enabled = self.num_steps % self._every == 0
+        """Go on from `state`; raises CheckpointError if it is none, or was saved with other settings."""
+        try:
+            if set(state["running_groups"]) != set(self._running_groups):
+                raise CheckpointError(
+                    f"the saved noise scale has groups {sorted(state['running_groups'])}; this one has "
+                    f"{sorted(self._running_groups)}."
+                )
+            self._running.load_state_dict(state["running"])
+            for name, running in self._running_groups.items():
+                running.load_state_dict(state["running_groups"][name])
+            self._running_preconditioned.load_state_dict(state["running_preconditioned"])
+            self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+            self._every, self._voted, self._next = state["every"], state["voted"], state["next"]
+            self._collector.buffering = state["buffering"]
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"this is no state of a NoiseScaleMonitor: {error!r} is missing or wrong.") from error
+        self._collector.enabled = self.num_steps + 1 >= self._next
 
     def close(self) -> None:
         """Remove the hooks; the noise scale measured so far stays readable."""
+        self._settle()
         self._collector.close()
 
     def __enter__(self) -> NoiseScaleMonitor:

@@ -131,7 +131,7 @@ class Run:
         monitor = None
         if spec.monitor:
             monitor = NoiseScaleMonitor(
-                model, microbatch=microbatch, loss_scaling="step_mean", unit=task.unit, dataset_size=len(task.train)
+                model, microbatch=microbatch, unit=task.unit, every=1, dataset_size=len(task.train)
             )
         state = load_checkpoint(self.checkpoint_path, str(self.device))
         if state is not None:

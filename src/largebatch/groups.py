@@ -1,0 +1,22 @@
+"""Which workers belong together, and what do they add up?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def num_workers() -> int:
+    """Workers of this job: 1 where torch.distributed was not started."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def sum_over_workers(values: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Add `values` up in place over each group in turn; every worker of the groups calls it.
+
+    A mesh of several axes gives one group an axis: after all of them every worker holds the sum over the mesh.
+    """
+    for group in groups:
+        dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)

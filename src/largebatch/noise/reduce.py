@@ -1,0 +1,135 @@
+"""What do the norms of all workers in a step add up to?
+
+Each worker packs a few sums into one vector, as long on every worker however many microbatches it had; the
+vectors are added up, and the moments follow from the total. Writing a_i = f r_i / world_size for the coefficient
+of microbatch i in the step's gradient, the relative coefficient r_i is known to its worker, the factor f only to
+all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from largebatch.noise.collect import StepNorms
+from largebatch.noise.moments import NormSums, StepMoments, solve_sums
+
+LossScaling = Literal["step_mean", "local_mean", "microbatch_mean", "sum"]
+"""What the sum of a microbatch's losses is divided by: a worker's mean share of the step's units (the step's units
+on one worker), its own units in the step, the microbatch's units, or 1."""
+
+_K, _UNITS, _R, _R_OVER_B, _R2_OVER_B, _STALE, _SKIPPED, _REFUSED, _VOTE = range(9)
+_HEADER = 9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSums:
+    """The sums of one step over all workers, on the host."""
+
+    values: tuple[float, ...]
+    num_rows: int
+    world_size: int
+    loss_scaling: LossScaling
+    weighed: bool
+
+    @property
+    def stale(self) -> bool:
+        """Whether gradients held something before the step."""
+        return self.values[_STALE] > 0
+
+    @property
+    def num_skipped(self) -> int:
+        """Workers that cannot use the step."""
+        return round(self.values[_SKIPPED])
+
+    @property
+    def num_refused(self) -> int:
+        """Workers that raised an error."""
+        return round(self.values[_REFUSED])
+
+    @property
+    def vote(self) -> int:
+        """The cadence that rank 0 wants."""
+        return round(self.values[_VOTE])
+
+    def moments(self, dataset_size: int | None = None) -> list[StepMoments]:
+        """Moments of each row; raises ConfigError for a single microbatch (`solve_two_sizes`)."""
+        values = self.values
+        factor = self.world_size / values[_UNITS] if self.loss_scaling == "step_mean" else 1.0
+        sum_a = factor * values[_R]
+        return [
+            solve_sums(
+                NormSums(
+                    num_microbatches=round(values[_K]),
+                    batch=round(values[_UNITS]),
+                    sum_a=sum_a,
+                    sum_a_over_b=factor * values[_R_OVER_B],
+                    sum_a2_over_b=factor**2 * values[_R2_OVER_B],
+                    weighted_sq_norms=values[_HEADER + row] / factor,
+                    sq_norm_sum=values[_HEADER + self.num_rows + row] * self.world_size**2,
+                ),
+                dataset_size,
+            )
+            for row in range(self.num_rows)
+        ]
+
+
+def pack(norms: StepNorms, *, loss_scaling: LossScaling, scale: Tensor | float, vote: int) -> Tensor:
+    """This worker's sums of a step, on the device of its norms; no host sync.
+
+    Args:
+        norms: what its collector took.
+        loss_scaling: see LossScaling.
+        scale: what a gradient scaler multiplied the loss by; a 0-dim tensor or a number.
+        vote: the cadence this worker wants; 0 on all but one worker.
+
+    Returns:
+        Shape (9 + 2 * num_rows,), float64 where the device has it.
+    """
+    local_batch = sum(norms.units)
+    relative = _relative(norms.units, norms.together, local_batch, loss_scaling)
+    header = torch.tensor(
+        [
+            len(norms.units),
+            local_batch,
+            sum(relative),
+            sum(r / b for r, b in zip(relative, norms.units, strict=True)),
+            sum(r * r / b for r, b in zip(relative, norms.units, strict=True)),
+            0.0,
+            float(bool(norms.skip)),
+            0.0,
+            vote,
+        ],
+        dtype=torch.float64,
+    )
+    device, dtype = norms.sq_norms.device, norms.sq_norms.dtype
+    weights = (1 / torch.tensor(relative, dtype=torch.float64)).to(device, dtype, non_blocking=True)
+    if isinstance(scale, Tensor):
+        scale = scale.to(device, dtype, non_blocking=True)
+    small = norms.sq_norms @ weights / scale**2
+    step = norms.sq_norm_step if norms.unscaled else norms.sq_norm_step / scale**2
+    payload = torch.cat([header.to(device, dtype, non_blocking=True), small, step])
+    payload[_STALE] = norms.sq_norm_stale
+    return payload
+
+
+def refusal(num_rows: int, device: torch.device) -> Tensor:
+    """The vector of a worker that raises an error: the others learn of it, and nothing hangs."""
+    payload = torch.zeros(_HEADER + 2 * num_rows, dtype=torch.float64, device=device)
+    payload[_REFUSED] = 1
+    return payload
+
+
+def _relative(
+    units: Sequence[int], together: Sequence[int], local_batch: int, loss_scaling: LossScaling
+) -> list[float]:
+    """Coefficients of the microbatches' MEAN gradients, up to a factor that all workers share."""
+    if loss_scaling == "microbatch_mean":
+        return [b / whole for b, whole in zip(units, together, strict=True)]
+    if loss_scaling == "local_mean":
+        return [b / local_batch for b in units]
+    return [float(b) for b in units]
