@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,9 @@ from torch.autograd.variable import Variable
 from largebatch.errors import ConfigError
 from largebatch.noise.layout import Layout, check_hooks, named_trainable
 from largebatch.noise.norms import Tally, sq_norm_dots
+
+MARK = 2**16
+"""Elements of the largest gradient whose norm is read twice, to see whether gradients were changed."""
 
 Weigh = Callable[[nn.Parameter], Tensor | None]
 """Weights of a parameter's elements in a second metric; None where there are none yet."""
@@ -45,8 +47,10 @@ class StepNorms:
     """0-dim. Squared norm of what the gradients held before the step: to be 0."""
     skip: str = ""
     """Why this step's norms cannot be used; empty if they can."""
-    unscaled: bool = False
-    """Whether a gradient scaler has divided the gradients by its scale since they were accumulated."""
+    mark_before: Tensor
+    """0-dim. Squared norm of one parameter's gradient at the last backward's end."""
+    mark_now: Tensor
+    """0-dim. The same now: another value means that gradients were changed in between."""
     weighed: bool = False
     """Whether the second half of the rows holds the norms in the second metric."""
 
@@ -144,6 +148,7 @@ class GradientCollector:
         self._synced = True
         self._begun = self._noted = -1
         self._zeroed: set[int] = set()
+        self._marked: tuple[int, Tensor] = (0, torch.zeros(()))
         self._reset()
         if not self._watch():
             raise ConfigError("the model has no parameter that requires a gradient: there is nothing to measure.")
@@ -180,13 +185,15 @@ class GradientCollector:
         """Return this step's squared norms and start the next step; call before the gradients are changed.
 
         Args:
-            may_be_unscaled: whether a gradient scaler may have divided them since the last backward.
+            may_be_unscaled: whether a gradient scaler may have divided them since the last backward; then only
+                `mark_before` and `mark_now` tell whether something else did.
 
         Raises:
             ConfigError: no backward since the last step; gradients that are gone, that were changed, or that were
                 never averaged over the workers; backwards that look like parts of one microbatch.
         """
         microbatches, arrived, versions, skip = self._microbatches, self._arrived, self._versions, self._skip
+        mark = self._marked
         stale, before, weighed = self._stale, self._before, self._weigh is not None and not self._unweighed
         if self._context is not None:
             raise ConfigError("step() was called inside a microbatch context: leave it first.")
@@ -202,16 +209,8 @@ class GradientCollector:
                 "gradients are gone: call step() after the last backward and before zero_grad(); an optimizer that "
                 "steps inside the backward cannot be measured."
             )
-        changes = [
-            (g, g._version - versions[index][1] if g.data_ptr() == versions[index][0] else -1)
-            for index, g in gradients.items()
-            if g is not None
-        ]
-        unchanged = all(change == 0 for _, change in changes)
-        # A scaler changes each gradient once; those in one of DDP's bucket views share one version.
-        sharing = Counter(g.untyped_storage().data_ptr() for g, _ in changes)
-        unscaled = may_be_unscaled and all(n in (1, sharing[g.untyped_storage().data_ptr()]) for g, n in changes)
-        if not unchanged and not unscaled:
+        changed = any(_version(gradient) != versions[index] for index, gradient in gradients.items())
+        if changed and not may_be_unscaled:
             raise ConfigError(
                 "gradients were changed after the last backward: call step() before clipping, unscaling and "
                 "optimizer.step(); with a GradScaler give it to the monitor as grad_scaler."
@@ -233,8 +232,9 @@ class GradientCollector:
             sq_norms=self._sum_microbatches(microbatches, device),
             sq_norm_step=sq_norm_step,
             sq_norm_stale=Tally().sums(stale, [0] * len(stale), 1, device)[0],
+            mark_before=mark[1],
+            mark_now=_mark(self._parameters[mark[0]].grad),
             skip=skip,
-            unscaled=unscaled,
             weighed=weighed,
         )
 
@@ -357,15 +357,22 @@ class GradientCollector:
             self._before = {i: _version(p.grad) for i, p in enumerate(self._parameters) if i != index}
         self._arrived.add(index)
         self._versions[index] = _version(self._parameters[index].grad)
-        if self._layout.ddp is not None and arrival.backward != self._noted:
+        if arrival.backward != self._noted:
             # DDP writes the averages in a callback at the backward's end; one queued from there comes after it.
             self._noted = arrival.backward
-            _at_end(lambda: _at_end(self._note_versions))
+            _at_end(self._note if self._layout.ddp is None else lambda: _at_end(self._note))
         self.seconds += time.perf_counter() - started
 
-    def _note_versions(self) -> None:
+    def _note(self) -> None:
+        """At a backward's end: how the gradients are now, to see later whether somebody has changed them."""
         for index in self._arrived:
             self._versions[index] = _version(self._parameters[index].grad)
+        if self._arrived:
+            # Neither `.data` nor a gradient scaler on a CPU counts versions up: one gradient's norm shows them.
+            sizes = {index: self._parameters[index].numel() for index in sorted(self._arrived)}
+            small = [index for index, size in sizes.items() if size <= MARK]
+            index = max(small, key=sizes.__getitem__) if small else min(sizes, key=sizes.__getitem__)
+            self._marked = (index, _mark(self._parameters[index].grad))
 
     def _forget_all_but(self, current: _Microbatch, backward: int, index: int) -> None:
         """The gradients were set to None since they came: the step begins with the microbatch that runs now."""
@@ -428,6 +435,10 @@ class GradientCollector:
                 dots += part
                 owners += [self._rows[index] + row] * len(part)
         return self._tallies[1].sums(dots, owners, self.num_rows, device)
+
+
+def _mark(grad: Tensor | None) -> Tensor:
+    return torch.zeros(()) if grad is None else torch.stack(sq_norm_dots(grad)).sum()
 
 
 def _version(grad: Tensor | None) -> tuple[int, int]:

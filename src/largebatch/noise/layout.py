@@ -46,6 +46,11 @@ def find_layout(model: nn.Module) -> Layout:
     """
     modules = list(model.modules())
     _refuse_wrappers(modules)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"parameter {name!r} has no shape yet (a lazy layer). Run the model once first.")
+        if parameter.is_meta:
+            raise ConfigError(f"parameter {name!r} is on the meta device, without values. Materialise the model first.")
     trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not trainable:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to measure.")

@@ -126,7 +126,7 @@ class NoiseScaleMonitor:
             optional = name == "dataset_size" and value is None
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} is a whole number of at least 1; got {value!r}.")
-        if not 0 < overhead < 1:
+        if isinstance(overhead, bool) or not isinstance(overhead, float | int) or not 0 < overhead < 1:
             raise ConfigError(f"overhead is a share between 0 and 1; got {overhead!r}.")
         self.unit = check_unit(unit)
         self.num_steps = 0
@@ -149,6 +149,7 @@ class NoiseScaleMonitor:
         self._unsettled: tuple[int, Tensor, Any, StepNorms] | None = None
         self._last_end: float | None = None
         self._device = next(model.parameters()).device
+        self._defer = self._device.type != "cpu"
         self._collector = GradientCollector(
             model,
             default_units=microbatch,
@@ -218,11 +219,13 @@ class NoiseScaleMonitor:
         self._every = self._voted
         norms, failure = None, None
         try:
-            norms = self._collector.take(may_be_unscaled=self._is_unscaled())
+            unscaled = self._is_unscaled()
+            norms = self._collector.take(may_be_unscaled=unscaled)
             vote = self._cadence.every() if self._cadence is not None else self._every
             payload = pack(
-                norms, loss_scaling=self._loss_scaling, scale=self._scale(), vote=vote if self._layout.rank == 0 else 0
-            )
+                norms, loss_scaling=self._loss_scaling, vote=vote if self._layout.rank == 0 else 0,
+                scale=self._scale(), unscaled=unscaled,
+            )  # fmt: skip
         except ConfigError as error:
             if not self._layout.groups:
                 raise
@@ -231,7 +234,7 @@ class NoiseScaleMonitor:
         if failure is not None or norms is None:
             raise failure or AssertionError("norms or a failure")
         self._unsettled = self._send(payload, norms)
-        moments = self._settle() if payload.device.type == "cpu" else None
+        moments = None if self._defer else self._settle()
         if self._cadence is not None and self._last_end is not None:
             now = time.perf_counter()
             self._cadence.note(step_seconds=now - self._last_end, cost_seconds=in_hooks + now - started)
@@ -271,6 +274,11 @@ class NoiseScaleMonitor:
             cause = (norms.skip or "another worker gave it up") if sums.num_skipped else "a gradient is not finite"
             logger.warning("noise scale: step %d is not measured: %s.", step, cause)
             return None
+        if sums.changed:
+            raise ConfigError(
+                "gradients were changed after the last backward: call step() before clipping and optimizer.step(), and "
+                "give the GradScaler, where there is one, to the monitor as grad_scaler."
+            )
         return self._take_in(step, sums)
 
     def _take_in(self, step: int, sums: StepSums) -> StepMoments:
@@ -324,21 +332,23 @@ class NoiseScaleMonitor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; raises CheckpointError if it is none, or was saved with other settings."""
+        running = {"running": self._running, "running_preconditioned": self._running_preconditioned}
         try:
             if set(state["running_groups"]) != set(self._running_groups):
                 raise CheckpointError(
                     f"the saved noise scale has groups {sorted(state['running_groups'])}; this one has "
                     f"{sorted(self._running_groups)}."
                 )
-            self._running.load_state_dict(state["running"])
-            for name, running in self._running_groups.items():
-                running.load_state_dict(state["running_groups"][name])
-            self._running_preconditioned.load_state_dict(state["running_preconditioned"])
-            self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
-            self._every, self._voted, self._next = state["every"], state["voted"], state["next"]
-            self._collector.buffering = state["buffering"]
-        except (KeyError, TypeError) as error:
-            raise CheckpointError(f"this is no state of a NoiseScaleMonitor: {error!r} is missing or wrong.") from error
+            numbers = {name: int(state[name]) for name in ("num_steps", "num_skipped", "every", "voted", "next")}
+            buffering = bool(state["buffering"])
+            for name, part in running.items():
+                part.load_state_dict(state[name])
+            for name, part in self._running_groups.items():
+                part.load_state_dict(state["running_groups"][name])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"this is no state of a NoiseScaleMonitor: {error!r}.") from error
+        self.num_steps, self.num_skipped, self._every, self._voted, self._next = numbers.values()
+        self._collector.buffering = buffering
         self._collector.enabled = self.num_steps + 1 >= self._next
 
     def close(self) -> None:

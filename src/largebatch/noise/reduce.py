@@ -22,8 +22,10 @@ LossScaling = Literal["step_mean", "local_mean", "microbatch_mean", "sum"]
 """What the sum of a microbatch's losses is divided by: a worker's mean share of the step's units (the step's units
 on one worker), its own units in the step, the microbatch's units, or 1."""
 
-_K, _UNITS, _R, _R_OVER_B, _R2_OVER_B, _STALE, _SKIPPED, _REFUSED, _VOTE = range(9)
-_HEADER = 9
+_K, _UNITS, _R, _R_OVER_B, _R2_OVER_B, _STALE, _CHANGED, _SKIPPED, _REFUSED, _VOTE = range(10)
+_HEADER = 10
+CHANGE = 1e-3
+"""Relative change of a gradient's squared norm that is more than the rounding of a division by the loss scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,11 @@ class StepSums:
     def stale(self) -> bool:
         """Whether gradients held something before the step."""
         return self.values[_STALE] > 0
+
+    @property
+    def changed(self) -> bool:
+        """Whether gradients were changed between the last backward and `step()`."""
+        return self.values[_CHANGED] > 0
 
     @property
     def num_skipped(self) -> int:
@@ -78,17 +85,20 @@ class StepSums:
         ]
 
 
-def pack(norms: StepNorms, *, loss_scaling: LossScaling, scale: Tensor | float, vote: int) -> Tensor:
+def pack(
+    norms: StepNorms, *, loss_scaling: LossScaling, vote: int, scale: Tensor | float = 1.0, unscaled: bool = False
+) -> Tensor:
     """This worker's sums of a step, on the device of its norms; no host sync.
 
     Args:
         norms: what its collector took.
         loss_scaling: see LossScaling.
-        scale: what a gradient scaler multiplied the loss by; a 0-dim tensor or a number.
         vote: the cadence this worker wants; 0 on all but one worker.
+        scale: what a gradient scaler multiplied the loss by; a 0-dim tensor or a number.
+        unscaled: whether it has divided the gradients by it again.
 
     Returns:
-        Shape (9 + 2 * num_rows,), float64 where the device has it.
+        Shape (10 + 2 * num_rows,), float64 where the device has it.
     """
     local_batch = sum(norms.units)
     relative = _relative(norms.units, norms.together, local_batch, loss_scaling)
@@ -99,6 +109,7 @@ def pack(norms: StepNorms, *, loss_scaling: LossScaling, scale: Tensor | float, 
             sum(relative),
             sum(r / b for r, b in zip(relative, norms.units, strict=True)),
             sum(r * r / b for r, b in zip(relative, norms.units, strict=True)),
+            0.0,
             0.0,
             float(bool(norms.skip)),
             0.0,
@@ -111,9 +122,11 @@ def pack(norms: StepNorms, *, loss_scaling: LossScaling, scale: Tensor | float, 
     if isinstance(scale, Tensor):
         scale = scale.to(device, dtype, non_blocking=True)
     small = norms.sq_norms @ weights / scale**2
-    step = norms.sq_norm_step if norms.unscaled else norms.sq_norm_step / scale**2
+    step = norms.sq_norm_step if unscaled else norms.sq_norm_step / scale**2
     payload = torch.cat([header.to(device, dtype, non_blocking=True), small, step])
     payload[_STALE] = norms.sq_norm_stale
+    before, now = norms.mark_before.to(device, dtype), norms.mark_now.to(device, dtype)
+    payload[_CHANGED] = ((now * scale**2 if unscaled else now) - before).abs() > CHANGE * before
     return payload
 
 
