@@ -1,8 +1,9 @@
 """How noisy are my gradients?"""
 
 from largebatch.noise.estimate import NoiseScale, RunningNoiseScale, Window, noise_scale, windows
+from largebatch.noise.ledger import MeasuredStep
 from largebatch.noise.moments import StepMoments, solve_moments, solve_per_example, solve_two_sizes
-from largebatch.noise.monitor import MeasuredStep, NoiseScaleMonitor
+from largebatch.noise.monitor import NoiseScaleMonitor
 from largebatch.noise.reduce import LossScaling
 
 __all__ = [

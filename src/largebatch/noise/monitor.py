@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -25,29 +25,17 @@ from largebatch.errors import CheckpointError, ConfigError
 from largebatch.groups import sum_over_workers
 from largebatch.noise.cadence import Cadence
 from largebatch.noise.collect import GradientCollector, StepNorms
-from largebatch.noise.estimate import NoiseScale, RunningNoiseScale
+from largebatch.noise.estimate import NoiseScale
 from largebatch.noise.layout import find_layout, named_trainable
-from largebatch.noise.moments import StepMoments, add_moments
+from largebatch.noise.ledger import Ledger, MeasuredStep
+from largebatch.noise.moments import StepMoments
 from largebatch.noise.partition import Groups, Partition
 from largebatch.noise.precondition import metric_of
 from largebatch.noise.reduce import LossScaling, StepSums, pack, refusal
+from largebatch.noise.scaler import is_unscaled, loss_scale
 from largebatch.units import Duration, check_unit
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredStep:
-    """What one measured optimizer step said."""
-
-    step: int
-    """Its number, the first being 1."""
-    moments: StepMoments
-    """Of all parameters; exactly the sum of the groups'."""
-    groups: dict[str, StepMoments]
-    """Of each group; one entry, "rest", without `groups`."""
-    preconditioned: StepMoments | None = None
-    """Of all parameters in the optimizer's metric P; None without `precondition_by`, or before its first step."""
 
 
 class NoiseScaleMonitor:
@@ -78,7 +66,8 @@ class NoiseScaleMonitor:
         self,
         model: nn.Module,
         *,
-        microbatch: int,
+        microbatch: int | None = None,
+        per_example: bool | Literal["fast"] = False,
         loss_scaling: LossScaling = "step_mean",
         unit: str = "examples",
         every: int | Literal["auto"] = "auto",
@@ -96,6 +85,11 @@ class NoiseScaleMonitor:
             model: the model in training, as it is called: wrapped in DistributedDataParallel, sharded by
                 fully_shard, or plain.
             microbatch: units in one backward of one worker, >= 1; uneven ones go through `microbatch(units)`.
+                With `per_example` it is left out.
+            per_example: read the squared norm of every example's own gradient in the one backward, so that neither
+                accumulation nor a second worker is needed and the noise is known best. An example is a row of
+                dim 0: for a language model a sequence, whose tokens are not independent. "fast" takes the weight
+                gradients from the examples' ones where these are made anyway, equal to 1e-6 but not to the bit.
             loss_scaling: what the sum of a backward's losses over its b_i units is divided by, where the step has
                 B units on W workers: "step_mean" by B / W (on one worker: by B; for even microbatches the same as
                 their mean over the accumulation), "local_mean" by the worker's own units in the step,
@@ -121,9 +115,18 @@ class NoiseScaleMonitor:
         if loss_scaling not in get_args(LossScaling):
             options = ", ".join(map(repr, get_args(LossScaling)))
             raise ConfigError(f"loss_scaling {loss_scaling!r} is not known. Use one of: {options}.")
+        if per_example not in (False, True, "fast"):
+            raise ConfigError(f"per_example is False, True or 'fast'; got {per_example!r}.")
+        if per_example and unit == "tokens":
+            raise ConfigError(
+                "the tokens of a sequence are not independent, so per_example counts rows: use unit='sequences' (times "
+                "the tokens in a sequence it is a noise scale in tokens)."
+            )
+        if per_example and microbatch is not None:
+            raise ConfigError(f"per_example counts the examples itself: leave microbatch={microbatch!r} out.")
         counts = {"microbatch": microbatch, "every": 1 if every == "auto" else every, "dataset_size": dataset_size}
         for name, value in counts.items():
-            optional = name == "dataset_size" and value is None
+            optional = (name == "dataset_size" or per_example) and value is None
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} is a whole number of at least 1; got {value!r}.")
         if isinstance(overhead, bool) or not isinstance(overhead, float | int) or not 0 < overhead < 1:
@@ -141,41 +144,50 @@ class NoiseScaleMonitor:
         self._layout = find_layout(model)
         names = [name for name, _ in named_trainable(model, self._layout)]
         self._partition = Partition(groups, names)
-        self._running = RunningNoiseScale(half_life=half_life, unit=unit)
-        self._running_groups = {
-            name: RunningNoiseScale(half_life=half_life, unit=unit) for name in self._partition.names
-        }
-        self._running_preconditioned = RunningNoiseScale(half_life=half_life, unit=unit)
+        self._ledger = Ledger(self._partition.names, half_life=half_life, unit=unit)
         self._unsettled: tuple[int, Tensor, Any, StepNorms] | None = None
         self._last_end: float | None = None
         self._device = next(model.parameters()).device
         self._defer = self._device.type != "cpu"
         self._collector = GradientCollector(
             model,
-            default_units=microbatch,
+            default_units=microbatch or 1,
+            read_microbatches=not per_example,
             layout=self._layout,
             row_of=self._partition.row_of,
             num_rows=len(self._partition.names),
             weigh=None if precondition_by is None else metric_of(precondition_by),
         )
 
+        self._per_example: Any = None
+        if per_example:
+            if precondition_by is not None:
+                raise ConfigError("per_example does not know an optimizer's metric: leave precondition_by out.")
+            from largebatch.noise.per_example import PerExampleCollector
+
+            self._per_example = PerExampleCollector(
+                self._layout.ddp.module if self._layout.ddp is not None else model,
+                group_of=self._partition.row_of,
+                fast=per_example == "fast",
+            )
+
     @property
     def noise_scale(self) -> NoiseScale:
         """B_simple over the steps measured so far, with its 95 % interval or the reason why there is none."""
         self._settle()
-        return self._running.estimate()
+        return self._ledger.total.estimate()
 
     @property
     def group_noise_scales(self) -> dict[str, NoiseScale]:
         """`noise_scale` of each group of parameters."""
         self._settle()
-        return {name: running.estimate() for name, running in self._running_groups.items()}
+        return {name: running.estimate() for name, running in self._ledger.groups.items()}
 
     @property
     def preconditioned_noise_scale(self) -> NoiseScale:
         """tr(P Sigma) / (G' P G) in the metric P of `precondition_by`; see `noise/precondition`."""
         self._settle()
-        return self._running_preconditioned.estimate()
+        return self._ledger.preconditioned.estimate()
 
     @property
     def every(self) -> int:
@@ -209,7 +221,7 @@ class NoiseScaleMonitor:
         moments = self._measure() if measured else None
         if measured:
             self._next = self.num_steps + self._every
-        self._collector.enabled = self.num_steps + 1 >= self._next
+        self._enable()
         self._last_end = time.perf_counter()
         return moments
 
@@ -219,12 +231,12 @@ class NoiseScaleMonitor:
         self._every = self._voted
         norms, failure = None, None
         try:
-            unscaled = self._is_unscaled()
-            norms = self._collector.take(may_be_unscaled=unscaled)
+            unscaled = is_unscaled(self._scaler)
+            norms = self._take(may_be_unscaled=unscaled)
             vote = self._cadence.every() if self._cadence is not None else self._every
             payload = pack(
                 norms, loss_scaling=self._loss_scaling, vote=vote if self._layout.rank == 0 else 0,
-                scale=self._scale(), unscaled=unscaled,
+                scale=loss_scale(self._scaler), unscaled=unscaled,
             )  # fmt: skip
         except ConfigError as error:
             if not self._layout.groups:
@@ -239,6 +251,26 @@ class NoiseScaleMonitor:
             now = time.perf_counter()
             self._cadence.note(step_seconds=now - self._last_end, cost_seconds=in_hooks + now - started)
         return moments
+
+    def _take(self, *, may_be_unscaled: bool) -> StepNorms:
+        examples = self._per_example.take() if self._per_example is not None else []
+        norms = self._collector.take(may_be_unscaled=may_be_unscaled)
+        if self._per_example is None:
+            return norms
+        if len(examples) != len(norms.units):
+            raise ConfigError(
+                f"{len(norms.units)} backwards reached the parameters, but the examples of {len(examples)} are known: "
+                "each backward follows its own forward through the monitored model."
+            )
+        sizes = [part.shape[1] for part in examples]
+        return replace(
+            norms,
+            units=(1,) * sum(sizes),
+            together=tuple(size for size in sizes for _ in range(size)),
+            sq_norms=torch.cat([_padded(part, self._collector.num_rows) for part in examples], dim=1).to(
+                norms.sq_norm_step
+            ),
+        )
 
     def _send(self, payload: Tensor, norms: StepNorms) -> tuple[int, Tensor, Any, StepNorms]:
         """Set off to the host, without waiting for it."""
@@ -279,41 +311,11 @@ class NoiseScaleMonitor:
                 "gradients were changed after the last backward: call step() before clipping and optimizer.step(), and "
                 "give the GradScaler, where there is one, to the monitor as grad_scaler."
             )
-        return self._take_in(step, sums)
-
-    def _take_in(self, step: int, sums: StepSums) -> StepMoments:
-        names = self._partition.names
-        rows = sums.moments(self._dataset_size)
-        total = add_moments(rows[: len(names)])
-        found = MeasuredStep(
-            step=step,
-            moments=total,
-            groups=dict(zip(names, rows, strict=False)),
-            preconditioned=add_moments(rows[len(names) :]) if sums.weighed else None,
-        )
-        pairs = [(self._running, total), *((self._running_groups[name], found.groups[name]) for name in names)]
-        if found.preconditioned is not None:
-            pairs.append((self._running_preconditioned, found.preconditioned))
-        for running, moments in pairs:
-            running.update(trace_cov=moments.trace_cov, grad_sq_norm=moments.grad_sq_norm, batch=moments.batch)
+        found = self._ledger.add(step, sums.moments(self._dataset_size), weighed=sums.weighed)
         if self._layout.rank == 0:
             for sink in self._on_measured:
                 sink(found)
-        return total
-
-    def _scale(self) -> Tensor | float:
-        """What the loss was multiplied by."""
-        if self._scaler is None or not self._scaler.is_enabled():
-            return 1.0
-        scale = getattr(self._scaler, "_scale", None)
-        return scale if isinstance(scale, Tensor) else float(self._scaler.get_scale())
-
-    def _is_unscaled(self) -> bool:
-        """Whether the scaler has unscaled gradients since its last update."""
-        if self._scaler is None or not self._scaler.is_enabled():
-            return False
-        states = getattr(self._scaler, "_per_optimizer_states", {})
-        return any(getattr(state["stage"], "name", "") == "UNSCALED" for state in states.values())
+        return found.moments
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, to be saved between steps; what `load_state_dict` goes on from, bit for bit."""
@@ -325,36 +327,32 @@ class NoiseScaleMonitor:
             "voted": self._voted,
             "next": self._next,
             "buffering": self._collector.buffering,
-            "running": self._running.state_dict(),
-            "running_groups": {name: running.state_dict() for name, running in self._running_groups.items()},
-            "running_preconditioned": self._running_preconditioned.state_dict(),
+            "ledger": self._ledger.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; raises CheckpointError if it is none, or was saved with other settings."""
-        running = {"running": self._running, "running_preconditioned": self._running_preconditioned}
         try:
-            if set(state["running_groups"]) != set(self._running_groups):
-                raise CheckpointError(
-                    f"the saved noise scale has groups {sorted(state['running_groups'])}; this one has "
-                    f"{sorted(self._running_groups)}."
-                )
             numbers = {name: int(state[name]) for name in ("num_steps", "num_skipped", "every", "voted", "next")}
             buffering = bool(state["buffering"])
-            for name, part in running.items():
-                part.load_state_dict(state[name])
-            for name, part in self._running_groups.items():
-                part.load_state_dict(state["running_groups"][name])
+            self._ledger.load_state_dict(state["ledger"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"this is no state of a NoiseScaleMonitor: {error!r}.") from error
         self.num_steps, self.num_skipped, self._every, self._voted, self._next = numbers.values()
         self._collector.buffering = buffering
+        self._enable()
+
+    def _enable(self) -> None:
         self._collector.enabled = self.num_steps + 1 >= self._next
+        if self._per_example is not None:
+            self._per_example.enabled = self._collector.enabled
 
     def close(self) -> None:
         """Remove the hooks; the noise scale measured so far stays readable."""
         self._settle()
         self._collector.close()
+        if self._per_example is not None:
+            self._per_example.close()
 
     def __enter__(self) -> NoiseScaleMonitor:
         return self
@@ -363,3 +361,8 @@ class NoiseScaleMonitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _padded(norms: Tensor, num_rows: int) -> Tensor:
+    """With a row of zeros for each group that has no parameter."""
+    return torch.nn.functional.pad(norms, (0, 0, 0, num_rows - len(norms)))
