@@ -1,0 +1,218 @@
+"""Does the advice follow from the papers' formulas, and is nothing advised where nothing is known?"""
+
+import dataclasses
+import math
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from largebatch.errors import ConfigError
+from largebatch.noise.advise import advise
+from largebatch.noise.estimate import NoiseScale, noise_scale
+from largebatch.recipe.scaling import eps_max_from, noise_scale_lr, scaled_lr
+
+# McCandlish et al. 2018: (B / B_crit, S / S_min, E / E_min), worked out by hand from (S/S_min - 1)(E/E_min - 1) = 1.
+TABLE = [(0.25, 5, 1.25), (0.5, 3, 1.5), (1, 2, 2), (2, 1.5, 3), (4, 1.25, 5)]
+
+
+def measured(value, low, high, unit="examples", **change):
+    scale = NoiseScale(
+        b_simple=value, interval=(low, high), resolved=True, reason="", unit=unit, grad_sq_norm=0.01,
+        trace_cov=0.01 * value, num_steps=1200, steps_to_resolve=0,
+    )  # fmt: skip
+    return dataclasses.replace(scale, **change)
+
+
+def unresolved(reason, **change):
+    return measured(900.0, None, None, resolved=False, reason=reason, steps_to_resolve=340, **change)
+
+
+BELOW = {"batch": 512, "microbatch": 32, "world_size": 4, "lr": 0.1}
+
+
+@pytest.mark.parametrize(("ratio", "steps", "units"), TABLE)
+def test_what_a_batch_takes_is_mccandlishs_table(ratio, steps, units):
+    advice = advise(measured(1024.0, 1000.0, 1050.0), batch=round(1024 * ratio), microbatch=16)
+    assert (advice.now.steps.value, advice.now.units.value) == (steps, units)
+    assert advice.then.steps.value == pytest.approx(2, rel=0.02)
+    assert advice.then.units.value == pytest.approx(2, rel=0.02)
+
+
+positive = st.floats(0.01, 1e9)
+
+
+@given(ends=st.lists(positive, min_size=3, max_size=3), batch=st.integers(1, 10**7), microbatch=st.integers(1, 10**4))
+def test_every_end_of_an_interval_is_the_formula_at_an_end_of_the_noise_scales(ends, batch, microbatch):
+    low, value, high = sorted(ends)
+    advice = advise(measured(value, low, high), batch=batch, microbatch=microbatch, world_size=2)
+    for cost in (advice.now, advice.then):
+        for got, scale in ((cost.steps.low, low), (cost.steps.value, value), (cost.steps.high, high)):
+            assert got == pytest.approx(float(1 + Fraction(scale) / cost.batch), rel=1e-12)
+        for got, scale in ((cost.units.low, high), (cost.units.value, value), (cost.units.high, low)):
+            assert got == pytest.approx(float(1 + cost.batch / Fraction(scale)), rel=1e-12)
+    assert advice.batch % (2 * microbatch) == 0
+    assert advice.accumulation * 2 * microbatch == advice.batch
+    target = batch if low <= batch <= high else value
+    assert abs(advice.batch - target) <= microbatch or advice.batch == 2 * microbatch
+
+
+def test_sgds_rate_is_that_of_the_recipe_and_adams_its_square_root_rule():
+    scale = measured(1700.0, 1280.0, 2560.0)
+    sgd, adam = (advise(scale, **BELOW, optimizer=kind) for kind in ("sgd", "adam"))
+    assert sgd.batch == adam.batch == 1664
+    assert sgd.lr == pytest.approx(noise_scale_lr(eps_max_from(0.1, 1700.0, 512), 1700.0, 1664))
+    assert adam.lr == pytest.approx(scaled_lr("sqrt", 0.1, 512, 1664))
+    assert sgd.lr < scaled_lr("linear", 0.1, 512, 1664)
+    assert "2.6" in sgd.lr_rule
+    assert "square root" in adam.lr_rule
+
+
+def test_no_rate_is_made_up_for_an_optimizer_or_a_rate_that_is_not_known():
+    neither = advise(measured(1700.0, 1280.0, 2560.0), **BELOW)
+    assert neither.lr is None
+    assert neither.lr_factor is None
+    assert "for SGD" in str(neither)
+    assert "for Adam" in str(neither)
+    assert "learning_rate" not in neither.hf_arguments
+    factor = advise(measured(1700.0, 1280.0, 2560.0), **BELOW | {"lr": None}, optimizer="adam")
+    assert factor.lr is None
+    assert factor.lr_factor == pytest.approx(math.sqrt(1664 / 512))
+
+
+def test_hugging_faces_arguments_give_the_batch_and_the_rate():
+    advice = advise(measured(1700.0, 1280.0, 2560.0), **BELOW, optimizer="sgd")
+    names = {"per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"}
+    assert set(advice.hf_arguments) == names
+    assert 4 * math.prod(advice.hf_arguments[name] for name in names - {"learning_rate"}) == advice.batch
+    assert advice.hf_arguments["learning_rate"] == advice.lr
+    for name in names:
+        said = float(re.search(rf"{name}=([0-9.e-]+[0-9])", str(advice)).group(1))
+        assert said == pytest.approx(advice.hf_arguments[name], rel=5e-3)
+
+
+def test_transformers_takes_these_arguments_by_these_names(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'largebatch[hf]'")
+    advice = advise(measured(1700.0, 1280.0, 2560.0), **BELOW, optimizer="adam")
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), **advice.hf_arguments)
+    assert arguments.gradient_accumulation_steps == advice.accumulation
+    assert arguments.learning_rate == advice.lr
+
+
+def test_tokens_become_rows_of_sequences_or_nothing():
+    scale, now = measured(2e5, 1.5e5, 3e5, "tokens"), {"batch": 32768, "microbatch": 4096, "world_size": 2}
+    assert advise(scale, **now, tokens_per_sequence=512).hf_arguments["per_device_train_batch_size"] == 8
+    assert advise(scale, **now).hf_arguments == {}
+    assert advise(scale, **now, tokens_per_sequence=1000).hf_arguments == {}
+    frames = measured(2e5, 1.5e5, 3e5, "frames")
+    assert advise(frames, **now).hf_arguments == {}
+    assert "tokens" in str(advise(scale, **now))
+    assert "examples" not in str(advise(scale, **now))
+
+
+@pytest.mark.parametrize("unit", ["tokens", "sequences"])
+@pytest.mark.parametrize("optimizer", ["adam", None])
+def test_under_adam_a_language_models_noise_scale_is_a_lower_bound(unit, optimizer):
+    scale = measured(1000.0, 800.0, 1300.0, unit)
+    above = advise(scale, batch=8192, microbatch=64, lr=1e-3, optimizer=optimizer)
+    assert above.batch == 8192
+    assert above.lr == 1e-3
+    assert "Merrill et al. 2025" in str(above)
+    assert "branch measurement" in str(above)
+    assert "at least" in above.text
+    assert "Lower" not in str(above)
+    assert advise(scale, batch=128, microbatch=64, optimizer=optimizer).batch == 1024
+    sgd = advise(scale, batch=8192, microbatch=64, lr=1e-3, optimizer="sgd")
+    assert sgd.batch == 1024
+    assert "Merrill" not in str(sgd)
+
+
+def test_a_batch_far_above_is_to_be_lowered_and_it_says_what_it_costs():
+    advice = advise(measured(1024.0, 900.0, 1200.0), batch=4096, microbatch=64, lr=0.1, optimizer="sgd")
+    assert advice.batch == 1024
+    assert "5 (4.41 to 5.55) times the fewest examples" in str(advice)
+    assert "Lower it to 1,024 examples" in str(advice)
+    assert advice.lr < 0.1
+
+
+def test_a_batch_inside_the_interval_is_kept_with_its_rate():
+    advice = advise(measured(1000.0, 400.0, 2500.0), batch=512, microbatch=64, lr=0.1, optimizer="sgd")
+    assert (advice.batch, advice.lr, advice.accumulation) == (512, 0.1, 8)
+    assert "not told from the noise scale" in str(advice)
+
+
+def test_where_no_smaller_multiple_is_left_the_batch_stays():
+    advice = advise(measured(100.0, 80.0, 130.0), batch=512, microbatch=64, world_size=8, optimizer="sgd", lr=0.1)
+    assert (advice.batch, advice.lr, advice.accumulation) == (512, 0.1, 1)
+    assert "nearest to B_simple" in str(advice)
+
+
+def test_a_leap_is_taken_in_doublings_and_a_single_microbatch_ends_the_measuring():
+    far = advise(measured(1e5, 9e4, 1.2e5), batch=64, microbatch=32)
+    assert "in doublings" in str(far)
+    assert "in doublings" not in str(advise(measured(200.0, 150.0, 250.0), batch=64, microbatch=32))
+    assert "halve the microbatch" in str(advise(measured(30.0, 25.0, 40.0), batch=128, microbatch=32))
+
+
+def test_unknown_workers_leave_the_split_open():
+    advice = advise(measured(1700.0, 1280.0, 2560.0), **BELOW | {"world_size": None})
+    assert advice.accumulation is None
+    assert advice.hf_arguments == {}
+    assert "over all workers together" in str(advice)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", None])
+def test_an_unresolved_noise_scale_advises_nothing_and_says_how_many_steps_are_missing(optimizer):
+    rng = np.random.default_rng(0)
+    scale = noise_scale(8 + rng.normal(size=60), 0.02 + 0.3 * rng.normal(size=60))
+    assert not scale.resolved
+    advice = advise(scale, batch=64, microbatch=8, lr=0.1, optimizer=optimizer)
+    assert not advice.resolved
+    assert advice.reason == scale.reason
+    assert advice.reason in str(advice)
+    assert advice.steps_to_resolve == scale.steps_to_resolve
+    assert (advice.batch, advice.lr, advice.lr_factor, advice.accumulation, advice.hf_arguments) == (None,) * 4 + ({},)
+    assert advice.now is None
+    assert str(advice).startswith("Nothing is advised after 60 measured steps")
+
+
+def test_what_is_known_of_an_unresolved_noise_scale_is_said_as_a_bound():
+    advice = advise(unresolved("|G|^2 is not told from 0.", interval=(640.0, None)), batch=64, microbatch=8)
+    assert "B_simple is at least 640 examples" in str(advice)
+
+
+def test_noise_that_is_not_told_from_zero_advises_nothing():
+    advice = advise(measured(-0.002, -0.01, 0.05), batch=64, microbatch=8)
+    assert not advice.resolved
+    assert "too little noise" in str(advice)
+    one_sided = advise(measured(2.0, -1.0, 5.0), batch=64, microbatch=8)
+    assert one_sided.now.units.high is None
+    assert one_sided.now.steps.low == 1
+    assert "unbounded" in str(one_sided)
+
+
+def test_before_the_first_step_there_is_no_batch_and_no_advice():
+    nothing = noise_scale([], [])
+    assert not advise(nothing, batch=None, microbatch=8).resolved
+    with pytest.raises(ConfigError, match="batch="):
+        advise(measured(1700.0, 1280.0, 2560.0), batch=None, microbatch=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch": 0}, "batch is a whole number"),
+        ({"microbatch": 1.5}, "microbatch is a whole number"),
+        ({"world_size": True}, "world_size is a whole number"),
+        ({"lr": 0.0}, "lr is a finite number"),
+        ({"lr": math.nan}, "lr is a finite number"),
+        ({"optimizer": "lion"}, "'lion' is not known"),
+        ({"tokens_per_sequence": 512}, "counts examples"),
+    ],
+)
+def test_bad_values_are_refused_in_one_sentence(change, message):
+    with pytest.raises(ConfigError, match=message):
+        advise(measured(1700.0, 1280.0, 2560.0), **BELOW | change)
