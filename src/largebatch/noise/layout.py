@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.errors import ConfigError
 from largebatch.groups import num_workers
+from largebatch.noise.fsdp import find_bundles, find_spread, is_fsdp_module
 
 EXACT_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 """DDP's communication hooks after which p.grad is the mean gradient (rounded to half precision at worst)."""
@@ -54,7 +55,7 @@ def find_layout(model: nn.Module) -> Layout:
     trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not trainable:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to measure.")
-    if any(_is_fsdp_module(module) for module in modules):
+    if any(is_fsdp_module(module) for module in modules):
         return _fsdp_layout(model)
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise ConfigError(
@@ -128,9 +129,10 @@ def _refuse_wrappers(modules: list[nn.Module]) -> None:
             )
 
 
-def _is_fsdp_module(module: nn.Module) -> bool:
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
-
-
 def _fsdp_layout(model: nn.Module) -> Layout:
-    raise ConfigError("fully_shard is not measured yet.")
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ConfigError("the model is in DistributedDataParallel and in fully_shard at once: use one of them.")
+    spread = find_spread(model, find_bundles(model))
+    return Layout(
+        kind="fsdp", world_size=spread.shard_size * spread.replica_size, rank=spread.rank, groups=spread.groups
+    )
