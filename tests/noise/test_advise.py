@@ -7,12 +7,15 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from largebatch.errors import ConfigError
 from largebatch.noise.advise import advise
 from largebatch.noise.estimate import NoiseScale, noise_scale
+from largebatch.noise.monitor import NoiseScaleMonitor
 from largebatch.recipe.scaling import eps_max_from, noise_scale_lr, scaled_lr
 
 # McCandlish et al. 2018: (B / B_crit, S / S_min, E / E_min), worked out by hand from (S/S_min - 1)(E/E_min - 1) = 1.
@@ -164,6 +167,12 @@ def test_unknown_workers_leave_the_split_open():
     assert "over all workers together" in str(advice)
 
 
+def test_an_unknown_microbatch_leaves_the_split_out():
+    advice = advise(measured(1700.0, 1280.0, 2560.0), **BELOW | {"microbatch": None})
+    assert (advice.batch, advice.accumulation, advice.hf_arguments) == (1700, None, {})
+    assert "microbatch" not in str(advice)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", None])
 def test_an_unresolved_noise_scale_advises_nothing_and_says_how_many_steps_are_missing(optimizer):
     rng = np.random.default_rng(0)
@@ -216,3 +225,31 @@ def test_before_the_first_step_there_is_no_batch_and_no_advice():
 def test_bad_values_are_refused_in_one_sentence(change, message):
     with pytest.raises(ConfigError, match=message):
         advise(measured(1700.0, 1280.0, 2560.0), **BELOW | change)
+
+
+def train(monitor, model, steps, seed=0):
+    """Linear regression on fresh data, 4 microbatches of 8."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        model.zero_grad()
+        for inputs in torch.randn(4, 8, 3, generator=generator):
+            targets = inputs.sum(1, keepdim=True) + torch.randn(8, 1, generator=generator)
+            ((model(inputs) - targets).square().mean() / 4).backward()
+        monitor.step()
+
+
+def test_a_monitor_advises_from_its_own_noise_scale_batch_and_microbatch():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    with NoiseScaleMonitor(model, microbatch=8, every=1) as monitor:
+        assert not monitor.advise(lr=0.1).resolved
+        train(monitor, model, 40)
+        advice = monitor.advise(lr=0.1, optimizer="sgd")
+        assert monitor.noise_scale.resolved
+        expected = advise(monitor.noise_scale, batch=32, microbatch=8, lr=0.1, optimizer="sgd")
+        assert advice == expected
+        assert monitor.advise(lr=0.1, batch=256).now.batch == 256
+        state = monitor.state_dict()
+    with NoiseScaleMonitor(model, microbatch=8, every=1) as resumed:
+        resumed.load_state_dict(state)
+        assert resumed.advise(lr=0.1, optimizer="sgd") == expected

@@ -51,7 +51,7 @@ class Advice:
     lr_rule: str = ""
     """The rule behind both."""
     accumulation: int | None = None
-    """Microbatches per worker and step; None where the number of workers is not known."""
+    """Microbatches per worker and step; None where the microbatch or the number of workers is not known."""
     now: BatchCost | None = None
     """What the present batch takes."""
     then: BatchCost | None = None
@@ -74,7 +74,7 @@ def paragraph(
     now: BatchCost,
     then: BatchCost,
     *,
-    microbatch: int,
+    microbatch: int | None,
     world_size: int | None,
     lr: float | None,
     optimizer: OptimizerKind | None,
@@ -85,7 +85,7 @@ def paragraph(
 ) -> str:
     """Where the batch stands, what to use, and how it is split; `floor`: B_simple is a lower bound only."""
     unit = noise_scale.unit
-    per_step = microbatch * (world_size or 1)
+    per_step = (microbatch or 1) * (world_size or 1)
     sentences = (
         _verdict(noise_scale, now, floor),
         _settled(now, then, unit, floor) if settled else _proposal(now, then, unit, floor, per_step),
@@ -138,7 +138,9 @@ def _proposal(now: BatchCost, then: BatchCost, unit: str, floor: bool, per_step:
     )
 
 
-def _split(advised: int, microbatch: int, world_size: int | None, unit: str) -> str:
+def _split(advised: int, microbatch: int | None, world_size: int | None, unit: str) -> str:
+    if microbatch is None:
+        return ""
     count = advised // (microbatch * (world_size or 1))
     what = f"{count:,} microbatch{'' if count == 1 else 'es'} of {microbatch:,} {unit}"
     if world_size is None:

@@ -36,7 +36,7 @@ def advise(
     noise_scale: NoiseScale,
     *,
     batch: int | None,
-    microbatch: int,
+    microbatch: int | None,
     world_size: int | None = 1,
     lr: float | None = None,
     optimizer: OptimizerKind | None = None,
@@ -51,7 +51,7 @@ def advise(
     Args:
         noise_scale: as measured at `batch`.
         batch: units in a step now, >= 1; may be None while the noise scale is unresolved.
-        microbatch: units in one forward/backward of one worker, >= 1.
+        microbatch: units in one forward/backward of one worker, >= 1; None is unknown, and no split is given.
         world_size: workers, >= 1; None is unknown.
         lr: learning rate now, > 0; None is unknown.
         optimizer: "sgd" (rate in proportion to B / (B + B_simple)) or "adam" (to the square root of B); None is
@@ -81,7 +81,7 @@ def advise(
     if batch is None:
         raise ConfigError("no step has been measured here yet, so the batch is not known: give it as batch=.")
     floor = optimizer != "sgd" and noise_scale.unit in ("tokens", "sequences")
-    per_step = microbatch * (world_size or 1)
+    per_step = (microbatch or 1) * (world_size or 1)
     target = _target(noise_scale.b_simple, low, high, batch, floor)
     advised = max(1, round(target / per_step)) * per_step
     now, then = _cost(batch, b_simple), _cost(advised, b_simple)
@@ -90,7 +90,7 @@ def advise(
     }
     factor = 1.0 if advised == batch else factors.get(optimizer) if optimizer else None
     advised_lr = None if lr is None or factor is None else lr * factor
-    accumulation = None if world_size is None else advised // per_step
+    accumulation = None if world_size is None or microbatch is None else advised // per_step
     hf = _hf_arguments(noise_scale.unit, microbatch, accumulation, advised_lr, tokens_per_sequence)
     caveats = (
         _PROXY,
@@ -117,7 +117,7 @@ def _lr_factor(kind: OptimizerKind, batch: int, advised: int, b_simple: float) -
 
 def _check(
     batch: int | None,
-    microbatch: int,
+    microbatch: int | None,
     world_size: int | None,
     lr: float | None,
     optimizer: str | None,
@@ -128,8 +128,7 @@ def _check(
         "batch": batch, "microbatch": microbatch, "world_size": world_size, "tokens_per_sequence": tokens_per_sequence,
     }  # fmt: skip
     for name, value in counts.items():
-        optional = value is None and name != "microbatch"
-        if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} is a whole number of at least 1; got {value!r}.")
     if lr is not None and not (lr > 0 and math.isfinite(lr)):
         raise ConfigError(f"lr is a finite number above 0; got {lr!r}.")
@@ -192,12 +191,13 @@ def _cost(batch: int, b_simple: Interval) -> BatchCost:
 
 
 def _hf_arguments(
-    unit: str, microbatch: int, accumulation: int | None, lr: float | None, tokens_per_sequence: int | None
+    unit: str, microbatch: int | None, accumulation: int | None, lr: float | None, tokens_per_sequence: int | None
 ) -> dict[str, int | float]:
     """Rows of a Hugging Face batch are examples or sequences; where rows cannot be counted, nothing is said."""
+    if accumulation is None or microbatch is None:
+        return {}
     rows, rest = divmod(microbatch, tokens_per_sequence) if tokens_per_sequence else (microbatch, 0)
-    countable = unit in ("examples", "sequences") or (tokens_per_sequence is not None and rest == 0)
-    if accumulation is None or not countable:
+    if not (unit in ("examples", "sequences") or (tokens_per_sequence is not None and rest == 0)):
         return {}
     arguments: dict[str, int | float] = {
         "per_device_train_batch_size": rows,

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from largebatch.errors import CheckpointError, ConfigError
 from largebatch.groups import sum_over_workers
+from largebatch.noise.advice import Advice, OptimizerKind
+from largebatch.noise.advise import advise
 from largebatch.noise.cadence import Cadence
 from largebatch.noise.collect import GradientCollector, StepNorms
 from largebatch.noise.estimate import NoiseScale
@@ -137,6 +139,7 @@ class NoiseScaleMonitor:
         self.num_skipped = 0
         """Steps that were to be measured but had a gradient that is not finite, or were given up."""
         self._loss_scaling: LossScaling = loss_scaling
+        self._microbatch = microbatch
         self._dataset_size, self._scaler, self._on_measured = dataset_size, grad_scaler, tuple(on_measured)
         self._cadence = Cadence(overhead=overhead) if every == "auto" else None
         self._every = self._voted = 1 if every == "auto" else every
@@ -188,6 +191,23 @@ class NoiseScaleMonitor:
         """tr(P Sigma) / (G' P G) in the metric P of `precondition_by`; see `noise/precondition`."""
         self._settle()
         return self._ledger.preconditioned.estimate()
+
+    def advise(
+        self,
+        *,
+        lr: float,
+        batch: int | None = None,
+        optimizer: OptimizerKind | None = None,
+        tokens_per_sequence: int | None = None,
+    ) -> Advice:
+        """What batch, learning rate and accumulation the noise scale supports now; `str()` of it is a paragraph.
+
+        `batch`: None is that of the last measured step. The rest as in `largebatch.noise.advise`.
+        """
+        return advise(
+            self.noise_scale, batch=self._ledger.last_batch if batch is None else batch, microbatch=self._microbatch,
+            world_size=self._layout.world_size, lr=lr, optimizer=optimizer, tokens_per_sequence=tokens_per_sequence,
+        )  # fmt: skip
 
     @property
     def every(self) -> int:
