@@ -90,6 +90,36 @@ def test_a_full_disk_leaves_the_old_document_whole(tmp_path):
     assert os.listdir(tmp_path) == ["result.json"], "no temporary file is left"
 
 
+def _append_until_the_disk_is_full(path, result):
+    lines = JsonLines(path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        while True:
+            lines.append({"line": lines.count, "padding": "x" * 300})
+    except StorageError as error:
+        full = (str(error), lines.count, path.stat().st_size)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    lines.append({"line": lines.count})
+    lines.close()
+    result.put(full)
+
+
+def test_a_full_disk_leaves_whole_lines_and_the_file_goes_on_once_there_is_room(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    context = multiprocessing.get_context("fork")
+    result = context.Queue()
+    process = context.Process(target=_append_until_the_disk_is_full, args=(path, result))
+    process.start()
+    message, count, size = result.get(timeout=30)
+    process.join()
+    assert str(path) in message
+    assert 0 < size < 4000
+    content = path.read_bytes()
+    assert content[:size].endswith(b"\n")
+    assert [json.loads(line)["line"] for line in content.splitlines()] == list(range(count + 1))
+
+
 @pytest.mark.parametrize(
     ("content", "message"), [(b"{", "cannot be read"), (b"[1]", "holds a list"), (None, "does not exist")]
 )

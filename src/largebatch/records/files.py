@@ -91,19 +91,25 @@ class JsonLines:
             length = offset
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab")
+            self._file = path.open("ab", buffering=0)
             self._file.truncate(length)
         except OSError as error:
             raise storage_error(path, error) from error
+        self._length = length
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record and flush it to the operating system."""
+        """Write one record through to the operating system; a disk that is full keeps no half of it."""
         line = json.dumps(plain(record), separators=(",", ":"), allow_nan=False) + "\n"
+        whole = line.encode()
         try:
-            self._file.write(line.encode())
-            self._file.flush()
+            rest = memoryview(whole)
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._length)
             raise storage_error(self.path, error) from error
+        self._length += len(whole)
         self.count += 1
 
     def sync(self) -> None:
