@@ -9,84 +9,27 @@ Under DistributedDataParallel the tensor hook still sees this worker's own gradi
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.variable import Variable
 
 from largebatch.errors import ConfigError
+from largebatch.noise.backwards import at_end, backward_id, check_parts, check_units, is_nested
+from largebatch.noise.changes import Gradients
+from largebatch.noise.fsdp import is_fsdp_module
 from largebatch.noise.layout import Layout, check_hooks, named_trainable
 from largebatch.noise.norms import Tally, sq_norm_dots
+from largebatch.noise.step_norms import Microbatch, StepNorms
 
-MARK = 2**16
-"""Elements of the largest gradient whose norm is read twice, to see whether gradients were changed."""
-
+NEVER = 10**9
+"""More microbatches than any step has."""
 Weigh = Callable[[nn.Parameter], Tensor | None]
 """Weights of a parameter's elements in a second metric; None where there are none yet."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepNorms:
-    """One worker's share of a step's squared norms, on its device, of gradients as they were accumulated."""
-
-    units: tuple[int, ...]
-    """Units behind each norm, shape (K,)."""
-    together: tuple[int, ...]
-    """Units in the backward that each norm comes from, shape (K,): its loss was one mean, if it was a mean."""
-    sq_norms: Tensor
-    """Squared norm of what each microbatch added to the gradients, shape (num_rows, K)."""
-    sq_norm_step: Tensor
-    """Shape (num_rows,). Added up over the workers: the squared norm of the gradients as they are now."""
-    sq_norm_stale: Tensor
-    """0-dim. Squared norm of what the gradients held before the step: to be 0."""
-    skip: str = ""
-    """Why this step's norms cannot be used; empty if they can."""
-    mark_before: Tensor
-    """0-dim. Squared norm of one parameter's gradient at the last backward's end."""
-    mark_now: Tensor
-    """0-dim. The same now: another value means that gradients were changed in between."""
-    weighed: bool = False
-    """Whether the second half of the rows holds the norms in the second metric."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Arrival:
-    """What a tensor hook read, until the accumulation commits it."""
-
-    backward: int
-    dots: list[Tensor]
-    weighed: list[Tensor]
-    copy: Tensor | None
-    """The gradient itself, only while buffering."""
-    fresh: bool
-    """Whether the parameter held no gradient before."""
-    stale: list[Tensor]
-    """Dot products of what it held though this step had not given it anything yet: to be 0."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Microbatch:
-    units: int
-    explicit: bool = False
-    nested: bool = False
-    """Whether its backward was called inside another one."""
-    dots: list[Tensor] = field(default_factory=list)
-    """Dot products, each of one row of the result."""
-    rows: list[int] = field(default_factory=list)
-    seen: set[int] = field(default_factory=set)
-    """Parameters (by index) that have a gradient in it."""
-    sums: dict[int, Tensor] = field(default_factory=dict)
-    """Only while buffering: the sum of its gradients per parameter, freed when the context ends."""
-
-    def add(self, dots: Sequence[Tensor], row: int) -> None:
-        self.dots += dots
-        self.rows += [row] * len(dots)
 
 
 class GradientCollector:
@@ -127,8 +70,8 @@ class GradientCollector:
         Raises:
             ConfigError: no parameter requires a gradient.
         """
-        self.enabled = True
-        """While False, hooks return at once and nothing is read."""
+        self.wide = False
+        """Whether squares are taken in float64: those of very long or short gradients leave float32's range."""
         self.buffering = False
         """Whether contexts add up their gradients (a second backward inside one has been seen)."""
         self.seconds = 0.0
@@ -140,29 +83,47 @@ class GradientCollector:
         """Rows of what `take` gives."""
         self._parameters: list[nn.Parameter] = []
         self._rows: list[int] = []
+        self._shares: list[int] = []
         self._known: set[int] = set()
+        self._enabled, self._closed = True, False
         self._handles: list[Any] = []
+        self._forward_handle: Any = None
         self._tallies = Tally(), Tally()
-        self._context: _Microbatch | None = None
-        self._pending: dict[int, _Arrival] = {}
+        self._context: Microbatch | None = None
+        self._pending: dict[int, tuple[int, list[Tensor], list[Tensor], Tensor | None, list[Tensor]]] = {}
         self._synced = True
         self._begun = self._noted = -1
-        self._zeroed: set[int] = set()
-        self._marked: tuple[int, Tensor] = (0, torch.zeros(()))
+        self._gone: set[int] = set()
+        self._mark, self._expected = -1, NEVER
         self._reset()
         if not self._watch():
             raise ConfigError("the model has no parameter that requires a gradient: there is nothing to measure.")
         if self._layout.ddp is not None:
-            self._handles.append(self._layout.ddp.register_forward_pre_hook(self._on_forward))
+            self._forward_handle = self._layout.ddp.register_forward_pre_hook(self._on_forward)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether gradients are read; while not, the parameters have no hooks. To be set between steps."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        if enabled == self._enabled or self._closed:
+            return
+        started = perf_counter()
+        self._enabled = enabled
+        if enabled:
+            for index in range(len(self._parameters)):
+                self._attach(index)
+        else:
+            self._detach()
+        self.seconds += perf_counter() - started
 
     @contextmanager
     def microbatch(self, units: int) -> Generator[None, None, None]:
         """All backwards inside are one microbatch of `units` units."""
-        if isinstance(units, bool) or not isinstance(units, int) or units < 1:
-            raise ConfigError(f"a microbatch has a whole number of units, at least 1; got units={units!r}.")
-        if self._context is not None:
-            raise ConfigError("a microbatch context is already open: one microbatch cannot hold another.")
-        self._context = current = _Microbatch(units=units, explicit=True)
+        check_units(units, inside=self._context is not None)
+        self._context = current = Microbatch(units=units, explicit=True, last=self._is_last())
         try:
             yield
         except BaseException:
@@ -176,7 +137,7 @@ class GradientCollector:
         if not current.seen:
             raise ConfigError(f"no backward reached the parameters inside this microbatch({units}) context.")
         for index, total in current.sums.items():
-            current.add(sq_norm_dots(total), self._rows[index])
+            current.add(sq_norm_dots(total, wide=self.wide), self._rows[index])
             current.add(self._weighed(index, total), self._rows[index] + self._num_plain)
         current.sums.clear()
         self._microbatches.append(current)
@@ -192,25 +153,20 @@ class GradientCollector:
             ConfigError: no backward since the last step; gradients that are gone, that were changed, or that were
                 never averaged over the workers; backwards that look like parts of one microbatch.
         """
-        microbatches, arrived, versions, skip = self._microbatches, self._arrived, self._versions, self._skip
-        mark = self._marked
-        stale, before, weighed = self._stale, self._before, self._weigh is not None and not self._unweighed
+        microbatches, arrived, hot, skip = self._microbatches, self._gradients, self._hot, self._skip
+        stale, weighed = self._stale, self._weigh is not None and not self._unweighed
         if self._context is not None:
             raise ConfigError("step() was called inside a microbatch context: leave it first.")
         self._reset()
         if self._watch(joining=True):
             skip = skip or "a parameter joined after the monitor was made; it is watched from the next step on"
         if not microbatches:
+            if self._layout.kind != "fsdp" and any(map(is_fsdp_module, self._model.modules())):
+                raise ConfigError("fully_shard was applied after the monitor was made: make the monitor after it.")
             raise ConfigError("no backward has been seen since the last step: call step() once after each step's last.")
-        self._check_parts(microbatches)
-        gradients = {index: self._parameters[index].grad for index in sorted(arrived)}
-        if any(gradient is None for gradient in gradients.values()):
-            raise ConfigError(
-                "gradients are gone: call step() after the last backward and before zero_grad(); an optimizer that "
-                "steps inside the backward cannot be measured."
-            )
-        changed = any(_version(gradient) != versions[index] for index, gradient in gradients.items())
-        if changed and not may_be_unscaled:
+        check_parts((m.nested for m in microbatches), [m.seen for m in microbatches if not m.explicit])
+        gradients = arrived.of_step()
+        if not may_be_unscaled and arrived.are_changed():
             raise ConfigError(
                 "gradients were changed after the last backward: call step() before clipping, unscaling and "
                 "optimizer.step(); with a GradScaler give it to the monitor as grad_scaler."
@@ -222,9 +178,10 @@ class GradientCollector:
                     "leave the last microbatch of every step outside it."
                 )
             check_hooks(self._layout.ddp)
-            gradients |= self._given_by_others(arrived, before)
-        device = next(g.device for g in gradients.values() if g is not None)
-        sq_norm_step = self._sum_step(gradients, device)
+            gradients |= arrived.given_by_others()
+        self._mark, self._expected = arrived.mark, len(microbatches)
+        device = next(grad.device for grad in gradients.values())
+        sq_norm_step = self._sum_step(gradients, {} if may_be_unscaled else hot, device)
         self._unweighed = False
         return StepNorms(
             units=tuple(microbatch.units for microbatch in microbatches),
@@ -232,8 +189,8 @@ class GradientCollector:
             sq_norms=self._sum_microbatches(microbatches, device),
             sq_norm_step=sq_norm_step,
             sq_norm_stale=Tally().sums(stale, [0] * len(stale), 1, device)[0],
-            mark_before=mark[1],
-            mark_now=_mark(self._parameters[mark[0]].grad),
+            mark_before=arrived.sq_norm_mark,
+            mark_now=arrived.sq_norm_mark_now(),
             skip=skip,
             weighed=weighed,
         )
@@ -245,10 +202,25 @@ class GradientCollector:
 
     def close(self) -> None:
         """Remove every hook."""
+        self._closed = True
+        self._detach()
+        if self._forward_handle is not None:
+            self._forward_handle.remove()
+        self.discard()
+
+    def _attach(self, index: int) -> None:
+        parameter = self._parameters[index]
+        if parameter.requires_grad:
+            self._handles += (
+                parameter.register_hook(partial(self._on_gradient, index)),
+                parameter.register_post_accumulate_grad_hook(partial(self._on_accumulated, index)),
+            )
+
+    def _detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.discard()
+        self._pending.clear()
 
     def _watch(self, *, joining: bool = False) -> bool:
         """Hook into parameters that are new; whether one of them has a gradient already (or, at first, any is)."""
@@ -260,20 +232,19 @@ class GradientCollector:
             self._parameters.append(parameter)
             self._rows.append(self._row_of(name))
             self._known.add(id(parameter))
-            self._handles += (
-                parameter.register_hook(lambda grad, index=index: self._on_gradient(index, grad)),
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._on_accumulated(index)),
-            )
+            if self._enabled:
+                self._attach(index)
             found = found or not joining or parameter.grad is not None
+        if len(self._shares) < len(self._parameters):
+            self._shares = share_out([p.numel() for p in self._parameters], self._layout.world_size)
         return found
 
     def _reset(self) -> None:
-        self._microbatches: list[_Microbatch] = []
-        self._by_backward: dict[int, _Microbatch] = {}
-        self._arrived: set[int] = set()
-        self._versions: dict[int, tuple[int, int]] = {}
-        self._before: dict[int, tuple[int, int]] = {}
+        self._microbatches: list[Microbatch] = []
+        self._by_backward: dict[int, Microbatch] = {}
+        self._gradients = Gradients(self._parameters, is_ddp=self._layout.ddp is not None, mark=self._mark)
         self._stale: list[Tensor] = []
+        self._hot: dict[int, list[Tensor]] = {}
         self._skip = ""
         self._unweighed = False
         self.seconds = 0.0
@@ -284,105 +255,99 @@ class GradientCollector:
 
     def _on_gradient(self, index: int, grad: Tensor) -> None:
         """Read one gradient on its way to the parameter; whether it stays is not known yet."""
-        if not self.enabled:
-            return
-        started = time.perf_counter()
-        held = self._parameters[index].grad
-        backward = _backward_id()
-        with torch.no_grad():
-            if backward != self._begun:
-                self._begun = backward
-                self._zeroed = self._changed_to_zero()
-            if grad.is_sparse:
-                raise ConfigError(
-                    "a sparse gradient arrived, which is not measured: make the layer with sparse=False, or close() "
-                    "the monitor."
-                )
-            buffered = self.buffering and self._context is not None
-            read = self._read and not buffered
-            self._pending[index] = _Arrival(
-                backward=backward,
-                dots=sq_norm_dots(grad) if read else [],
-                weighed=self._weighed(index, grad) if read else [],
-                copy=grad.detach().clone() if buffered and self._read else None,
-                fresh=held is None or index in self._zeroed,
-                stale=[] if held is None or index in self._arrived else sq_norm_dots(held),
+        started = perf_counter()
+        backward = backward_id()
+        if backward != self._begun:
+            self._begun, self._gone = backward, self._gradients.given_up()
+        if grad.is_sparse:
+            raise ConfigError(
+                "a sparse gradient arrived, which is not measured: make the layer with sparse=False, or close() "
+                "the monitor."
             )
-        self.seconds += time.perf_counter() - started
-
-    def _changed_to_zero(self) -> set[int]:
-        """Gradients that had arrived and were set to 0 in place since: the step was given up and begins again.
-
-        Asked at a backward's start: in DDP's bucket views all gradients of a bucket share one version.
-        """
-        changed: set[int] = set()
-        for index in self._arrived:
+        dots: list[Tensor] = []
+        weighed: list[Tensor] = []
+        stale: list[Tensor] = []
+        copy = None
+        if self._read:
+            if self.buffering and self._context is not None:
+                copy = grad.detach().clone()
+            else:
+                dots = sq_norm_dots(grad, wide=self.wide)
+                if self._weigh is not None:
+                    weighed = self._weighed(index, grad)
+        if index not in self._gradients.arrived:
             held = self._parameters[index].grad
-            noted, version = self._versions[index]
-            if self._layout.ddp is not None and held is not None and held.data_ptr() != noted:
-                continue  # DDP has rebuilt its buckets and moved the gradient
-            if held is not None and held._version != version:
-                changed.add(index)
-                if torch.count_nonzero(held):
-                    raise ConfigError(
-                        "gradients were changed between two backwards of one step: clip and scale after step()."
-                    )
-        return changed
+            if held is not None:
+                stale = sq_norm_dots(held)
+        self._pending[index] = (backward, dots, weighed, copy, stale)
+        self.seconds += perf_counter() - started
 
-    def _on_accumulated(self, index: int) -> None:
+    def _on_accumulated(self, index: int, parameter: nn.Parameter) -> None:
         """Commit what `_on_gradient` read, now that the parameter has taken the gradient."""
         arrival = self._pending.pop(index, None)
-        if arrival is None or arrival.backward != _backward_id():
+        if arrival is None:
             return
-        started = time.perf_counter()
-        current = self._context or self._by_backward.get(arrival.backward)
-        if current is None:
-            current = self._by_backward[arrival.backward] = _Microbatch(units=self._default_units, nested=_is_nested())
-            self._microbatches.append(current)
-        if arrival.fresh and index in self._arrived:
-            self._forget_all_but(current, arrival.backward, index)
-        self._stale += arrival.stale
-        if arrival.copy is not None:
-            with torch.no_grad():
-                total = current.sums.get(index)
-                current.sums[index] = arrival.copy if total is None else total.add_(arrival.copy)
+        backward, dots, weighed, copy, stale = arrival
+        if backward != backward_id():
+            return
+        started = perf_counter()
+        current = self._context or self._by_backward.get(backward) or self._begin_microbatch(backward)
+        if index in self._gone and index in self._gradients.arrived:
+            self._forget_all_but(current, backward, index)
+        self._stale += stale
+        if copy is not None:
+            total = current.sums.get(index)
+            current.sums[index] = copy if total is None else total.add_(copy)
         elif index in current.seen and self._read:
             self.buffering = True
             self._skip = self._skip or "a microbatch had an unforeseen second backward"
         else:
-            current.add(arrival.dots, self._rows[index])
-            current.add(arrival.weighed, self._rows[index] + self._num_plain)
+            current.add(dots, self._rows[index])
+            current.add(weighed, self._rows[index] + self._num_plain)
         current.seen.add(index)
-        if not self._arrived and self._layout.ddp is not None:
-            self._before = {i: _version(p.grad) for i, p in enumerate(self._parameters) if i != index}
-        self._arrived.add(index)
-        self._versions[index] = _version(self._parameters[index].grad)
-        if arrival.backward != self._noted:
+        if index not in self._gradients.arrived:
+            self._gradients.add(index)
+        if backward != self._noted:
             # DDP writes the averages in a callback at the backward's end; one queued from there comes after it.
-            self._noted = arrival.backward
-            _at_end(self._note if self._layout.ddp is None else lambda: _at_end(self._note))
-        self.seconds += time.perf_counter() - started
+            self._noted = backward
+            at_end(self._on_end if self._layout.ddp is None else lambda: at_end(self._on_end))
+        held = parameter.grad
+        if held is not None:
+            self._gradients.versions[index] = (held.data_ptr(), held._version)
+            if current.last:
+                self._hot[index] = sq_norm_dots(held, wide=self.wide)
+            elif self._hot:
+                self._hot.pop(index, None)
+        self.seconds += perf_counter() - started
 
-    def _note(self) -> None:
-        """At a backward's end: how the gradients are now, to see later whether somebody has changed them."""
-        for index in self._arrived:
-            self._versions[index] = _version(self._parameters[index].grad)
-        if self._arrived:
-            # Neither `.data` nor a gradient scaler on a CPU counts versions up: one gradient's norm shows them.
-            sizes = {index: self._parameters[index].numel() for index in sorted(self._arrived)}
-            small = [index for index, size in sizes.items() if size <= MARK]
-            index = max(small, key=sizes.__getitem__) if small else min(sizes, key=sizes.__getitem__)
-            self._marked = (index, _mark(self._parameters[index].grad))
+    def _begin_microbatch(self, backward: int) -> Microbatch:
+        current = Microbatch(units=self._default_units, nested=is_nested(), last=self._is_last())
+        self._by_backward[backward] = current
+        self._microbatches.append(current)
+        return current
 
-    def _forget_all_but(self, current: _Microbatch, backward: int, index: int) -> None:
+    def _is_last(self) -> bool:
+        """Whether the microbatch that begins now ends the step, as far as the last step tells.
+
+        Then the sum is read while it is in the cache. Several workers have it only later.
+        """
+        return self._layout.kind == "single" and len(self._microbatches) + 1 >= self._expected
+
+    def _on_end(self) -> None:
+        started = perf_counter()
+        self._gradients.note()
+        self.seconds += perf_counter() - started
+
+    def _forget_all_but(self, current: Microbatch, backward: int, index: int) -> None:
         """The gradients were set to None since they came: the step begins with the microbatch that runs now."""
         if index in current.seen:
             raise ConfigError("gradients were set to None inside a microbatch context: zero them between steps only.")
-        versions, seconds = self._versions, self.seconds
+        versions, seconds = self._gradients.versions, self.seconds
         self._reset()
         self.seconds = seconds
-        self._arrived = set(current.seen)
-        self._versions = {seen: versions[seen] for seen in current.seen}
+        for seen in current.seen:
+            self._gradients.add(seen)
+            self._gradients.versions[seen] = versions[seen]
         if current is not self._context:
             self._microbatches.append(current)
             self._by_backward[backward] = current
@@ -394,77 +359,37 @@ class GradientCollector:
         if weights is None:
             self._unweighed = True
             return []
-        return sq_norm_dots(grad, weights)
+        return sq_norm_dots(grad, weights, wide=self.wide)
 
-    def _check_parts(self, microbatches: list[_Microbatch]) -> None:
-        if any(microbatch.nested for microbatch in microbatches):
-            raise ConfigError(
-                "a backward ran inside another one, as reentrant activation checkpointing does, so one microbatch "
-                "comes in parts. Use checkpoint(..., use_reentrant=False), or wrap each microbatch in `with "
-                "monitor.microbatch(units=n):`."
-            )
-        implicit = [microbatch.seen for microbatch in microbatches if not microbatch.explicit]
-        if len(implicit) > 1 and not set.intersection(*implicit):
-            raise ConfigError(
-                f"{len(implicit)} backwards reached no parameter in common, so they are parts of fewer microbatches "
-                "(several losses?). Wrap each microbatch in `with monitor.microbatch(units=n):`."
-            )
-
-    def _given_by_others(self, arrived: set[int], before: dict[int, tuple[int, int]]) -> dict[int, Tensor | None]:
-        """Gradients of parameters that only other workers used in this step: DDP has written them."""
-        return {
-            index: parameter.grad
-            for index, parameter in enumerate(self._parameters)
-            if index not in arrived and parameter.grad is not None and _version(parameter.grad) != before.get(index)
-        }
-
-    def _sum_microbatches(self, microbatches: list[_Microbatch], device: torch.device) -> Tensor:
+    def _sum_microbatches(self, microbatches: list[Microbatch], device: torch.device) -> Tensor:
         num = len(microbatches)
         owners = [row * num + k for k, microbatch in enumerate(microbatches) for row in microbatch.rows]
         dots = [dot for microbatch in microbatches for dot in microbatch.dots]
         return self._tallies[0].sums(dots, owners, self.num_rows * num, device).view(self.num_rows, num)
 
-    def _sum_step(self, gradients: dict[int, Tensor | None], device: torch.device) -> Tensor:
-        """Squared norm of the gradients as they are: under DDP, where all hold the same, this worker's share of it."""
+    def _sum_step(self, gradients: dict[int, Tensor], hot: dict[int, list[Tensor]], device: torch.device) -> Tensor:
+        """Squared norm of the gradients as they are (dots in `hot` are known); under DDP this worker's share of it."""
         dots: list[Tensor] = []
         owners: list[int] = []
         for index, grad in gradients.items():
-            if grad is None or index % self._layout.world_size != self._layout.rank:
+            if self._shares[index] != self._layout.rank:
                 continue
-            for part, row in ((sq_norm_dots(grad), 0), (self._weighed(index, grad), self._num_plain)):
+            plain = hot.get(index) or sq_norm_dots(grad, wide=self.wide)
+            for part, row in ((plain, 0), (self._weighed(index, grad), self._num_plain)):
                 dots += part
                 owners += [self._rows[index] + row] * len(part)
         return self._tallies[1].sums(dots, owners, self.num_rows, device)
 
 
-def _mark(grad: Tensor | None) -> Tensor:
-    return torch.zeros(()) if grad is None else torch.stack(sq_norm_dots(grad)).sum()
+def share_out(sizes: Sequence[int], world_size: int) -> list[int]:
+    """The worker that reads each gradient's sum: the largest first, each to who has least; the same on all workers.
 
-
-def _version(grad: Tensor | None) -> tuple[int, int]:
-    """Where a gradient is, and how often it was changed in place."""
-    return (0, 0) if grad is None else (grad.data_ptr(), grad._version)
-
-
-def _backward_id() -> int:
-    """The graph task that runs now: one per backward, never used twice.
-
-    The number is what `torch.autograd.graph` itself tells backwards apart by; it has no public name.
+    >>> share_out([5, 9, 4, 1], 2)
+    [1, 0, 1, 0]
     """
-    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
-
-
-def _is_nested() -> bool:
-    """Whether the backward that runs now was called from the backward of a `torch.autograd.Function`."""
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "apply" and code.co_filename.endswith("autograd/function.py"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _at_end(callback: Callable[[], None]) -> None:
-    """Call at the end of the backward that runs now, after what was queued before."""
-    Variable._execution_engine.queue_callback(callback)  # pyright: ignore
+    loads = [0] * world_size
+    shares = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        shares[index] = rank = loads.index(min(loads))
+        loads[rank] += sizes[index]
+    return shares

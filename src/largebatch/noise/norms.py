@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 CHUNK = 2**18
-"""Elements in one dot product. A float32 dot of so many is right to about 1e-6; of 25 M to 1e-4 only."""
+"""Elements in one dot product on a CPU. A float32 dot of so many is right to about 1e-6; of 25 M to 1e-4 only."""
+CHUNK_ELSEWHERE = 2**22
+"""The same on an accelerator, whose dot adds thousands of parts up side by side, and where a launch costs more."""
 
 
-def sq_norm_dots(tensor: Tensor, weights: Tensor | None = None) -> list[Tensor]:
+def sq_norm_dots(tensor: Tensor, weights: Tensor | None = None, *, wide: bool = False) -> list[Tensor]:
     """Dot products, of at most CHUNK elements each, whose sum (in float64) is the squared norm of `tensor`.
 
     Args:
         tensor: any shape, dtype and device. A dense one is read in the order of its memory, whatever its
             strides, so channels-last is not copied; half precision is widened to float32 chunk by chunk.
         weights: of the same shape; then the sum is of weights times squares.
+        wide: square in float64, where the device has it. float32 squares nothing below 1e-19 or above 1e19.
 
     Returns:
         0-dim tensors on the device of `tensor`, float32 or wider; no host sync.
@@ -25,16 +28,29 @@ def sq_norm_dots(tensor: Tensor, weights: Tensor | None = None) -> list[Tensor]:
     >>> [dot.item() for dot in sq_norm_dots(torch.tensor([[1.0, 2.0], [2.0, 4.0]]))]
     [25.0]
     """
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    plain = weights is None and not wide and tensor.dtype is torch.float32
+    if plain and tensor.numel() <= CHUNK and tensor.is_contiguous():
+        flat = tensor.view(-1)
+        return [torch.dot(flat, flat)]
+    device = tensor.device.type
+    size = CHUNK if device == "cpu" else CHUNK_ELSEWHERE
+    widen = _to_float64 if wide and device != "mps" else _to_float32
     if weights is None:
-        if tensor.numel() <= CHUNK and tensor.dtype == torch.float32 and tensor.is_contiguous():
-            flat = tensor.view(-1)
-            return [torch.dot(flat, flat)]
-        return [torch.dot(chunk, chunk) for chunk in map(_widen, flat_view(tensor).split(CHUNK))]
+        return [torch.dot(chunk, chunk) for chunk in map(widen, flat_view(tensor).split(size))]
     same = tensor.stride() == weights.stride()
     flat, flat_weights = (flat_view(x) if same else x.reshape(-1) for x in (tensor, weights.detach()))
-    pairs = zip(map(_widen, flat.split(CHUNK)), map(_widen, flat_weights.split(CHUNK)), strict=True)
+    pairs = zip(map(widen, flat.split(size)), map(widen, flat_weights.split(size)), strict=True)
     return [torch.dot(chunk * part, chunk) for chunk, part in pairs]
+
+
+def sq_norm(tensor: Tensor | None) -> Tensor:
+    """Squared norm of a tensor, 0-dim on its device; 0 for None."""
+    if tensor is None:
+        return torch.zeros(())
+    dots = sq_norm_dots(tensor)
+    return dots[0] if len(dots) == 1 else torch.stack(dots).sum()
 
 
 def flat_view(tensor: Tensor) -> Tensor:
@@ -73,5 +89,9 @@ class Tally:
         return total.index_add_(0, self._owners[1], values.to(wide))
 
 
-def _widen(chunk: Tensor) -> Tensor:
+def _to_float32(chunk: Tensor) -> Tensor:
     return chunk.float() if chunk.dtype in (torch.float16, torch.bfloat16) else chunk
+
+
+def _to_float64(chunk: Tensor) -> Tensor:
+    return chunk.double()
