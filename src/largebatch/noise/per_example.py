@@ -1,0 +1,343 @@
+"""How long is each example's own gradient, found in the one backward?
+
+Module hooks keep what each layer saw and what its output's gradient was; when a parameter's gradient arrives, the
+examples' parts of it are measured by the layer's rule (`largebatch.noise.per_example_rules`), or by torch.func
+where there is none. As in `largebatch.noise.collect`, a tensor hook reads and the hook after accumulation commits.
+
+The parts must add up to the gradient that arrived, along a random direction; where they do not, the parameter was
+used out of sight of its layer, and nothing is measured.
+
+An example is a row of the model's first input. For a language model that is a sequence: tokens inside one are not
+independent, so their gradients are no sample, and the norms are those of sequences. A loss that compares examples
+(contrastive, ranking) leaves none with a gradient of its own, which is not to be seen in the layers: ask
+`largebatch.noise.per_example_check.check_independent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from largebatch.errors import ConfigError
+from largebatch.noise.per_example_calls import Call, Scope, Use
+from largebatch.noise.per_example_forms import Factored, Known, Measured, Probe, combine, sq_norm, wide
+from largebatch.noise.per_example_rules import NORMS
+from largebatch.noise.per_example_watch import CallWatcher
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-3}
+"""How far the parts may be from the whole, relative to both, per dtype of the output's gradient."""
+TOLERANCE_HALF = 5e-2
+"""The same in float16 and bfloat16."""
+REMEDY = "Call it through its own layer with examples in dim 0, freeze it, or measure by microbatches."
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Backward:
+    """One backward: what its layers have shown so far, and what was committed."""
+
+    number: int
+    uses: dict[int, list[Use]] = field(default_factory=dict[int, list[Use]])
+    """Uses of each parameter whose gradient has not arrived."""
+    by_call: dict[int, Use] = field(default_factory=dict[int, Use])
+    scopes: dict[int, Scope] = field(default_factory=dict[int, Scope])
+    norms: Tensor | None = None
+    checks: list[tuple[_Key, Tensor]] = field(default_factory=list["tuple[_Key, Tensor]"])
+    """How far the parts of a parameter's gradient are from it, over what is allowed."""
+    refusal: str | None = None
+
+
+_Key = tuple[str, ...]
+"""A parameter, and the layers it was used in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Arrival:
+    """What a tensor hook read, until the accumulation commits it."""
+
+    backward: _Backward
+    uses: list[Use]
+    measured: Measured | None = None
+    check: tuple[_Key, Tensor] | None = None
+    refusal: str | None = None
+
+
+class PerExampleCollector:
+    """Reads the squared norm of every example's contribution to the gradients, in the backward that makes them.
+
+    Exact for Linear, Conv1d/2d/3d, Embedding, LayerNorm, RMSNorm, GroupNorm, InstanceNorm and fixed BatchNorm,
+    tied or called repeatedly; for tensors added to all examples (position embeddings, class tokens); by torch.func
+    for other layers that hold parameters. Gradients stay as they are to the last bit, except with `fast`.
+
+    Nothing is kept of a forward that no backward goes through, and one backward goes through a forward once.
+    What cannot be told apart: a layer whose input has as many rows as there are examples, but other ones.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> collector = PerExampleCollector(model)
+    >>> model(torch.tensor([[3.0, 4.0], [0.0, 2.0]])).sum().backward()
+    >>> collector.take()
+    [tensor([[25.,  4.]])]
+
+    Source: Goodfellow 2015 (arXiv:1510.01799) for the idea, Gray et al. 2024 (arXiv:2411.00999) for sequences;
+    the check, the sums over several uses and convolutions are ours.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        group_of: Callable[[str], int] | None = None,
+        fast: bool = False,
+        only: Literal["norm layers"] | None = None,
+    ) -> None:
+        """Hook into every layer that holds a parameter.
+
+        Args:
+            model: called with examples in dim 0 of its first tensor.
+            group_of: from a parameter's name in `model.named_parameters()` to the index of its group. None: one.
+            fast: where the gradient of a Linear's or a convolution's weight is formed example by example, their
+                sum becomes the gradient, which autograd then need not form: equal to about 1e-6, not bit by bit.
+            only: "norm layers" measures the parameters of normalisation layers and nothing else.
+
+        Raises:
+            ConfigError: nothing to measure, or a model that is compiled, sharded or not initialised.
+        """
+        if only not in (None, "norm layers"):
+            raise ConfigError(f"only={only!r} is not known. Use 'norm layers', or None for all parameters.")
+        if any(hasattr(module, "_orig_mod") for module in model.modules()):
+            raise ConfigError("a compiled model runs no hooks of its layers: measure before torch.compile.")
+        layers = {name: module for name, module in model.named_modules() if only is None or isinstance(module, NORMS)}
+        held = {id(parameter) for layer in layers.values() for parameter in layer.parameters(recurse=False)}
+        named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in held}
+        if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in named.values()):
+            raise ConfigError("a lazy layer has no parameters yet: run one forward before measuring.")
+        if any(hasattr(parameter, "to_local") for parameter in named.values()):
+            raise ConfigError(
+                "sharded parameters (DTensor) have no per-example gradients here: use an unsharded model."
+            )
+        self._frozen = [parameter for parameter in named.values() if not parameter.requires_grad]
+        self._named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        if not self._named:
+            raise ConfigError(
+                f"the model has no parameter that requires a gradient{' in norm layers' if only else ''}: there is "
+                "nothing to measure."
+            )
+        self._group = [0 if group_of is None else group_of(name) for name in self._named]
+        self._device = next(iter(self._named.values())).device
+        generator = torch.Generator().manual_seed(0)
+        self._probes = [Probe.draw(parameter, generator) for parameter in self._named.values()]
+        self._verified: set[_Key] = set()
+        self.discard()
+        self._watcher = CallWatcher(
+            model,
+            {id(parameter): index for index, parameter in enumerate(self._named.values())},
+            layers=set(layers),
+            use_of=self._use_of,
+            derive=self._derive if fast else None,
+        )
+        self._handles = [
+            handle
+            for index, parameter in enumerate(self._named.values())
+            for handle in (
+                parameter.register_hook(partial(self._on_gradient, index)),
+                parameter.register_post_accumulate_grad_hook(partial(self._on_accumulated, index)),
+            )
+        ]
+
+    @property
+    def enabled(self) -> bool:
+        """While False, hooks return at once and nothing is kept."""
+        return self._watcher.enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._watcher.enabled = value
+
+    def take(self) -> list[Tensor]:
+        """Return the squared norms of each backward since the last `take`, and forget them.
+
+        Returns:
+            One tensor per backward that reached a parameter, shape (num_groups, num_examples), float32 or wider,
+            on the device of the model's first parameter. Norms are of what was accumulated: for a mean over B
+            examples, B^2 times too small. The host waits for the device the first time that a parameter is
+            used in a layer, to hold the parts against the whole; from then on they are held on the device, and
+            norms that would be wrong are NaN.
+
+        Raises:
+            ConfigError: no example has a gradient of its own (BatchNorm in training), or a parameter was used
+                where its examples are not seen; says where, and what to do. All that was collected is forgotten.
+
+        Source: Goodfellow 2015 (arXiv:1510.01799); as in `PerExampleCollector`.
+        """
+        backwards = list(self._backwards.values())
+        self.discard()
+        if any(parameter.grad is not None for parameter in self._frozen):
+            raise ConfigError(
+                "a parameter that was frozen when its examples' hooks were made has a gradient: make them after "
+                "unfreezing."
+            )
+        for backward in backwards:
+            if backward.refusal is not None:
+                raise ConfigError(backward.refusal)
+        self._verify([check for backward in backwards for check in backward.checks])
+        norms: list[Tensor] = []
+        for backward in backwards:
+            assert backward.norms is not None, "a backward is kept once it has norms"
+            excess = torch.stack([excess for _, excess in backward.checks])
+            norms.append(torch.where((excess > 1).any(), torch.nan, backward.norms))
+        return norms
+
+    def discard(self) -> None:
+        """Forget what was collected since the last `take`."""
+        self._backwards: dict[int, _Backward] = {}
+        self._running: _Backward | None = None
+        self._pending: dict[int, _Arrival] = {}
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self._watcher.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.discard()
+
+    def _verify(self, checks: list[tuple[_Key, Tensor]]) -> None:
+        """Hold new uses of parameters to their gradient, on the host; one that is not finite says nothing yet."""
+        new = [(key, excess) for key, excess in checks if key not in self._verified]
+        if not new:
+            return
+        for (name, *layers), excess in zip(
+            (key for key, _ in new), torch.stack([excess for _, excess in new]).tolist(), strict=True
+        ):
+            if excess > 1:
+                raise ConfigError(
+                    f"the gradient of {name!r} is not the sum of what came through {', '.join(map(repr, layers))}: it "
+                    f"is used elsewhere too, or the layer draws at random. {REMEDY}"
+                )
+            if excess <= 1:
+                self._verified.add((name, *layers))
+
+    def _use_of(self, call: Call) -> Use | None:
+        """What the running backward has of a call, while it goes through it; None if nothing is to be kept."""
+        number = _backward_id()
+        if not self.enabled or number < 0:
+            return None
+        backward = self._running
+        if backward is None or backward.number != number:
+            backward = self._running = self._backwards.get(number) or _Backward(number=number)
+            self._pending.clear()
+        use = backward.by_call.get(id(call))
+        if use is None:
+            refusal, tensors = call.take_tensors(number)
+            backward.refusal = backward.refusal or refusal
+            use = backward.by_call[id(call)] = Use(call=call, tensors=tensors)
+            for index in call.names:
+                backward.uses.setdefault(index, []).append(use)
+        return use
+
+    def _derive(self, call: Call, x: Tensor, grad: Tensor) -> Tensor:
+        """The fast mode: a weight's gradient from its examples' gradients, whose norms are found on the way."""
+        ((index, name),) = [(index, name) for index, name in call.names.items() if name == "weight"]
+        parameter = call.module.get_parameter(name)
+        assert call.rule is not None, call.name
+        with _widely(grad):
+            form = call.rule(call.module, x, grad)[name]
+            assert isinstance(form, Factored), call.name
+            total, measured = form.sum_and_measure(self._probes[index])
+        use = self._use_of(call)
+        if use is not None:
+            use.delivered[name] = Known(form, measured)
+        return total.view_as(parameter).to(parameter.dtype)
+
+    def _on_gradient(self, index: int, grad: Tensor) -> None:
+        """Measure the examples' parts of one gradient on its way; whether it stays is not known yet."""
+        if not self.enabled:
+            return
+        number = _backward_id()
+        name = list(self._named)[index]
+        backward = self._running
+        if backward is None or backward.number != number:
+            backward = self._running = self._backwards.get(number) or _Backward(number=number)
+        uses = backward.uses.pop(index, [])
+        if not uses:
+            refusal = f"the gradient of {name!r} came from outside the layers whose examples are seen. {REMEDY}"
+            self._pending[index] = _Arrival(backward=backward, uses=uses, refusal=refusal)
+            return
+        self._watcher.replaying = True
+        try:
+            with _widely(grad):
+                forms = [use.form(use.call.names[index]) for use in uses]
+                probe = self._probes[index]
+                measured = forms[0].measure(probe) if len(forms) == 1 else combine(forms, probe)
+                check = (name, *(use.call.name for use in uses)), _excess(probe, grad, measured, uses)
+        except ConfigError as error:
+            self._pending[index] = _Arrival(backward=backward, uses=uses, refusal=str(error))
+        else:
+            self._pending[index] = _Arrival(backward=backward, uses=uses, measured=measured, check=check)
+        finally:
+            self._watcher.replaying = False
+
+    def _on_accumulated(self, index: int, _: Tensor) -> None:
+        """Commit what `_on_gradient` read, now that the parameter has taken the gradient."""
+        arrival = self._pending.pop(index, None)
+        if arrival is None or arrival.backward.number != _backward_id():
+            return
+        backward = self._backwards.setdefault(arrival.backward.number, arrival.backward)
+        backward.refusal = backward.refusal or arrival.refusal
+        for use in arrival.uses:
+            backward.scopes[id(use.call.scope)] = use.call.scope
+            backward.refusal = backward.refusal or use.call.commit(index, backward.number)
+        backward.refusal = backward.refusal or _disagreement(list(backward.scopes.values()))
+        if backward.refusal is not None or arrival.measured is None or arrival.check is None:
+            return
+        backward.checks.append(arrival.check)
+        norms = arrival.measured.sq_norms.to(self._device)
+        if backward.norms is None:
+            backward.norms = norms.new_zeros(max(self._group) + 1, len(norms))
+        elif norms.dtype == torch.float64:
+            backward.norms = backward.norms.double()
+        backward.norms[self._group[index]] += norms
+
+
+def _excess(probe: Probe, grad: Tensor, measured: Measured, uses: list[Use]) -> Tensor:
+    """How far the parts are from the whole along the probe, over what is allowed; 0-dim, <= 1 if they agree."""
+    gap = (measured.projected - probe.of(grad)).abs()
+    size = (measured.sq_terms + sq_norm(grad.coalesce().values() if grad.is_sparse else wide(grad))).sqrt()
+    dtypes = [grad.dtype, *(tensor.dtype for use in uses for tensor in use.grads.values())]
+    allowed = max(TOLERANCE.get(dtype, TOLERANCE_HALF) for dtype in dtypes)
+    return torch.where(gap == 0, 0.0, gap / (allowed * size)).detach()
+
+
+def _disagreement(scopes: list[Scope]) -> str | None:
+    """Why the calls that one backward went through do not have the same examples; None if they do."""
+    owners = [id(scope.owner) for scope in scopes]
+    if len(set(owners)) < len(owners):
+        return (
+            f"one backward went through {len(owners)} forwards of {type(scopes[-1].owner).__name__}, so it is not "
+            "known which rows are one example. Use one forward and one backward per microbatch."
+        )
+    sizes = sorted({scope.num_examples or 0 for scope in scopes})
+    if len(sizes) > 1:
+        return (
+            f"one backward went through modules that were called with {' and '.join(map(str, sizes))} rows, so it is "
+            "not known how many examples there are. Give all of them the same examples in dim 0."
+        )
+    return next((scope.refusal for scope in scopes if scope.refusal is not None), None)
+
+
+@contextmanager
+def _widely(tensor: Tensor) -> Generator[None, None, None]:
+    """No autograd and no autocast: squared norms are made in float32 or wider."""
+    kind = tensor.device.type
+    with torch.no_grad(), torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        yield
+
+
+def _backward_id() -> int:
+    """The graph task that runs now, -1 outside of one (see `largebatch.noise.collect`)."""
+    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,330 @@
+"""How long is one example's gradient, when it is known as a sum of products?
+
+A layer's gradient is a sum over positions (tokens, pixels) of one vector, or of the product of two. Written so,
+its squared norm costs no more than the gradient itself, and often far less: this is the arithmetic; which
+layer has which form is told by `largebatch.noise.per_example_rules`.
+
+Shapes: B examples, T positions, G groups, O rows and I columns of a weight (of one group of it).
+
+Source: Goodfellow 2015 (arXiv:1510.01799) for T = 1; Gray et al. 2024 (arXiv:2411.00999), section 3, for the
+two ways with T > 1, of which the cheaper one is taken by size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**18
+"""Elements in one dot product, as in `largebatch.noise.collect`: float32 stays right to about 1e-6."""
+WORKSPACE = 2**21
+"""Elements of a temporary; examples are taken in as many parts as keep it, and at least one by one."""
+
+
+class Probe(NamedTuple):
+    """A random direction u v^T in the space of one parameter, shape (O, rest)."""
+
+    rows: Tensor
+    """u, shape (parameter.shape[0],)."""
+    columns: Tensor
+    """v, shape (the product of the other dims,)."""
+
+    @classmethod
+    def draw(cls, parameter: Tensor, generator: torch.Generator) -> Probe:
+        """Draw a normal direction for a parameter; `generator` is on the CPU, and nobody else's."""
+        rows = parameter.shape[0] if parameter.dim() > 1 else parameter.numel()
+        columns = parameter.numel() // rows if rows else 0
+        u, v = torch.randn(rows, generator=generator), torch.randn(columns, generator=generator)
+        dtype = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
+        return cls(u.to(parameter.device, dtype), v.to(parameter.device, dtype))
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """<gradient, u v^T>, 0-dim; `gradient` has the parameter's shape and may be sparse."""
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            values = wide(gradient.values()).flatten(1)
+            return torch.dot(self.rows.to(values)[gradient.indices()[0]], values @ self.columns.to(values))
+        gradient = wide(gradient).reshape(len(self.rows), -1)
+        return torch.dot(self.rows.to(gradient), gradient @ self.columns.to(gradient))
+
+
+class Measured(NamedTuple):
+    """What one parameter got from the examples."""
+
+    sq_norms: Tensor
+    """Squared norm of each example's gradient, shape (B,)."""
+    projected: Tensor
+    """<sum of them, u v^T>, 0-dim: equal to the gradient's own projection if nothing was missed."""
+    sq_terms: Tensor
+    """Sum of squares of the terms of `projected`, 0-dim: what its rounding is to be held against."""
+
+    @classmethod
+    def of(cls, sq_norms: Tensor, terms: Tensor) -> Measured:
+        """From the norms and the terms, of any shape, that sum to the projection."""
+        return cls(sq_norms, terms.sum(), sq_norm(terms))
+
+
+class Form(Protocol):
+    """One parameter's per-example gradients, not yet formed."""
+
+    def measure(self, probe: Probe) -> Measured:
+        """Squared norms (B,), and the projection of the sum."""
+        ...
+
+    def dense(self) -> Tensor:
+        """The gradients themselves, shape (B, parameter.numel())."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """The sum over positions of vectors: biases, scales of norms, and whatever was differentiated by torch.func."""
+
+    values: Tensor
+    """Shape (B, T, numel)."""
+
+    def measure(self, probe: Probe) -> Measured:
+        """As `Form.measure`: sum, then square."""
+        size = (len(probe.rows), len(probe.columns))
+        if size[1] == 1:
+            terms = along(self.values.unsqueeze(1), (probe.rows * probe.columns).to(self.values).unsqueeze(0))
+        else:
+            terms = (self.values.unflatten(-1, size) @ probe.columns.to(self.values)) * probe.rows.to(self.values)
+        return Measured.of(row_dots(self.dense()), terms)
+
+    def dense(self) -> Tensor:
+        """As `Form.dense`."""
+        return self.values.squeeze(1) if self.values.shape[1] == 1 else self.values.sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Factored:
+    """The sum over positions of outer products, rows (x) columns: what Linear layers and convolutions have."""
+
+    rows: Tensor
+    """Gradient of the output, shape (B, G, T, O)."""
+    columns: Callable[[slice], Tensor]
+    """From a range of examples to their inputs, shape (b, G, T, I), as the weight meets them."""
+    num_columns: int
+    """I."""
+
+    def measure(self, probe: Probe) -> Measured:
+        """As `Form.measure`, in the cheapest of three ways: product of norms, gradients, Gram matrices."""
+        _, num_groups, num_positions, num_rows = self.rows.shape
+        u, v = probe.rows.to(self.rows).view(num_groups, -1), probe.columns.to(self.rows)
+        direct = prefer_direct(num_positions, num_rows, self.num_columns)
+        norms: list[Tensor] = []
+        terms: list[Tensor] = []
+        for rows, columns in self._parts(direct):
+            terms.append(along(rows, u) * along(columns, v.expand(num_groups, -1)))
+            if num_positions == 1:
+                part = (rows.square().sum(-1) * columns.square().sum(-1)).sum((1, 2))
+            elif direct:
+                part = row_dots(_products(rows, columns).flatten(1))
+            else:
+                part = row_dots((rows @ rows.mT).flatten(1), (columns @ columns.mT).flatten(1))
+            norms.append(part)
+        return Measured.of(torch.cat(norms), torch.cat(terms))
+
+    def dense(self) -> Tensor:
+        """As `Form.dense`."""
+        return torch.cat([(rows.mT @ columns).flatten(1) for rows, columns in self._parts(True)])
+
+    def sum_and_measure(self, probe: Probe) -> tuple[Tensor, Measured]:
+        """The weight's gradient, shape (G O, I), as the sum of the examples' own, and what `measure` gives."""
+        _, num_groups, _, num_rows = self.rows.shape
+        totals, norms = [], []
+        for rows, columns in self._parts(True):
+            gradients = _products(rows, columns)
+            totals.append(gradients.sum(0))
+            norms.append(row_dots(gradients.flatten(1)))
+        total = sum_of(totals)
+        total = (total if num_rows <= self.num_columns else total.mT).reshape(num_groups * num_rows, -1)
+        # The sum is the gradient by construction: what is left to be found out is whether anything was added to it.
+        sq_norms = torch.cat(norms)
+        return total, Measured(sq_norms, probe.of(total), sq_norms.sum())
+
+    def _parts(self, direct: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows and columns of so many examples at a time as the workspace holds."""
+        num_examples, num_groups, num_positions, num_rows = self.rows.shape
+        each = num_positions * self.num_columns
+        if num_positions > 1:
+            each = max(each, num_rows * self.num_columns if direct else 2 * num_positions**2)
+        for part in parts(num_examples, num_groups * each):
+            yield self.rows[part], self.columns(part)
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """The sum over positions of vectors, each into its own row: what an Embedding has."""
+
+    ids: Tensor
+    """Row of each position, shape (B, T)."""
+    columns: Tensor
+    """Gradient of the output, 0 where it is padding, shape (B, T, I)."""
+    num_rows: int
+    """O."""
+
+    def measure(self, probe: Probe) -> Measured:
+        """As `Form.measure`: positions are sorted by row, and those of one row summed."""
+        num_examples, num_positions, _ = self.columns.shape
+        terms = probe.rows.to(self.columns)[self.ids] * (self.columns @ probe.columns.to(self.columns))
+        if num_positions == 1:
+            return Measured.of(self.columns.square().sum((1, 2)), terms)
+        ids, order = self.ids.sort(dim=1)
+        slots = torch.zeros_like(ids)
+        slots[:, 1:] = (ids[:, 1:] != ids[:, :-1]).cumsum(1)
+        places = torch.empty_like(slots).scatter_(1, order, slots)
+        places += torch.arange(num_examples, device=ids.device)[:, None] * num_positions
+        sums = torch.zeros_like(self.columns).flatten(0, 1).index_add_(0, places.flatten(), self.columns.flatten(0, 1))
+        return Measured.of(row_dots(sums.view(num_examples, -1)), terms)
+
+    def dense(self) -> Tensor:
+        """As `Form.dense`."""
+        num_examples, _, num_columns = self.columns.shape
+        sums = self.columns.new_zeros(num_examples, self.num_rows, num_columns)
+        index = self.ids.unsqueeze(-1).expand_as(self.columns)
+        return sums.scatter_add_(1, index, self.columns).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A form whose measurement was made on the way (the fast mode)."""
+
+    form: Form
+    measured: Measured
+
+    def measure(self, probe: Probe) -> Measured:
+        """What was measured."""
+        return self.measured
+
+    def dense(self) -> Tensor:
+        """As `Form.dense`."""
+        return self.form.dense()
+
+
+def prefer_direct(num_positions: int, num_rows: int, num_columns: int) -> bool:
+    """Whether T products of O x I cost no more than two of T x T: O I T <= T^2 (O + I).
+
+    >>> prefer_direct(196, 64, 288), prefer_direct(64, 2048, 128)
+    (True, False)
+    """
+    return num_rows * num_columns <= num_positions * (num_rows + num_columns)
+
+
+def derive_pays(num_positions: int, num_rows: int, num_columns: int) -> bool:
+    """Whether a sum of T products of O x I per example is as cheap as one of all: as far as memory allows."""
+    return num_positions > 1 and num_rows * num_columns <= 4 * num_positions * (num_rows + num_columns)
+
+
+def combine(forms: Sequence[Form], probe: Probe) -> Measured:
+    """Measure the sum of several uses of one parameter: tied weights, a layer called more than once.
+
+    |a + b|^2 = |a|^2 + |b|^2 + 2<a, b>, per example. Uses of one kind are one sum over more positions; an
+    Embedding and a Linear (token embedding and output layer) meet in a T x T product; the rest is formed.
+    """
+    known = {id(form.form): form.measured for form in forms if isinstance(form, Known)}
+    forms = [form.form if isinstance(form, Known) else form for form in forms]
+    summed = [form for form in forms if isinstance(form, Summed)]
+    factored = [form for form in forms if isinstance(form, Factored)]
+    scattered = [form for form in forms if isinstance(form, Scattered)]
+    merged: list[Form] = []
+    if summed:
+        merged.append(Summed(torch.cat([form.values for form in summed], 1)))
+    if factored:
+        merged.append(_join(factored))
+    if scattered:
+        ids, columns = [form.ids for form in scattered], [form.columns for form in scattered]
+        merged.append(Scattered(torch.cat(ids, 1), torch.cat(columns, 1), scattered[0].num_rows))
+    if len(merged) == 1:
+        return merged[0].measure(probe)
+    measured = [known[id(form)] if id(form) in known else form.measure(probe) for form in merged]
+    projected, sq_terms = sum_of([one.projected for one in measured]), sum_of([one.sq_terms for one in measured])
+    if len(merged) == 2 and isinstance(merged[0], Factored) and isinstance(merged[1], Scattered):
+        norms = sum_of([one.sq_norms for one in measured]) + 2 * _inner(merged[0], merged[1])
+    else:
+        norms = row_dots(sum_of([form.dense() for form in merged]))
+    return Measured(norms, projected, sq_terms)
+
+
+def _join(forms: Sequence[Factored]) -> Factored:
+    """One sum over the positions of all."""
+    if len(forms) == 1:
+        return forms[0]
+    return Factored(
+        torch.cat([form.rows for form in forms], 2),
+        lambda part: torch.cat([form.columns(part) for form in forms], 2),
+        forms[0].num_columns,
+    )
+
+
+def _inner(factored: Factored, scattered: Scattered) -> Tensor:
+    """<a, b> per example, (B,): sum over s, t of rows[s, id_t] <columns[s], gradient[t]>."""
+    products: list[Tensor] = []
+    num_examples, _, num_positions, _ = factored.rows.shape
+    for part in parts(num_examples, 2 * num_positions * scattered.ids.shape[1]):
+        ids = scattered.ids[part].unsqueeze(1).expand(-1, num_positions, -1)
+        rows = factored.rows[part].squeeze(1).gather(2, ids)
+        columns = factored.columns(part).squeeze(1) @ scattered.columns[part].mT
+        products.append(row_dots(rows.flatten(1), columns.flatten(1)))
+    return torch.cat(products)
+
+
+def parts(num_examples: int, each: int) -> Iterator[slice]:
+    """Ranges of examples of `each` elements, as many at a time as the workspace holds.
+
+    >>> [(part.start, part.stop) for part in parts(5, WORKSPACE // 2)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    step = max(1, WORKSPACE // max(1, each))
+    return (slice(start, min(start + step, num_examples)) for start in range(0, num_examples, step))
+
+
+def _products(rows: Tensor, columns: Tensor) -> Tensor:
+    """Each example's gradient, (b, G, O, I), or (b, G, I, O) where O > I: the longer dim last is faster."""
+    return rows.mT @ columns if rows.shape[-1] <= columns.shape[-1] else columns.mT @ rows
+
+
+def along(tensor: Tensor, vectors: Tensor) -> Tensor:
+    """<tensor[b, g, t], vectors[g]>; shapes (b, G, T, n) and (G, n) -> (b, G, T). Read in the order of memory."""
+    if tensor.stride(-1) != 1 and tensor.stride(-2) == 1:
+        if len(vectors) == 1:
+            return vectors[0] @ tensor.mT
+        return (vectors.unsqueeze(1) @ tensor.mT).squeeze(2)
+    if len(vectors) == 1:
+        return tensor @ vectors[0]
+    return (tensor @ vectors.unsqueeze(2)).squeeze(3)
+
+
+def row_dots(left: Tensor, right: Tensor | None = None) -> Tensor:
+    """<left[b], right[b]> for each b; shapes (B, n) -> (B,). Without `right`, squared norms.
+
+    >>> row_dots(torch.tensor([[3.0, 4.0], [0.0, 2.0]])).tolist()
+    [25.0, 4.0]
+    """
+    right = left if right is None else right
+    pairs = zip(left.split(CHUNK, 1), right.split(CHUNK, 1), strict=True)
+    return sum_of([(a * b).sum(1) for a, b in pairs])
+
+
+def sq_norm(tensor: Tensor) -> Tensor:
+    """Squared norm over all dims, 0-dim."""
+    flat = tensor.reshape(-1)
+    return sum_of([torch.dot(chunk, chunk) for chunk in flat.split(CHUNK)])
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of at least one tensor."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float32 where it was narrower."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
