@@ -105,7 +105,12 @@ def named_trainable(model: nn.Module, layout: Layout) -> Iterator[tuple[str, nn.
     root = layout.ddp.module if layout.ddp is not None else model
     for name, parameter in root.named_parameters():
         if parameter.requires_grad:
-            yield ".".join(part for part in name.split(".") if part not in WRAPPERS), parameter
+            yield plain_name(name), parameter
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as it is without wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _refuse_wrappers(modules: list[nn.Module]) -> None:

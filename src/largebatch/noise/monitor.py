@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -35,6 +36,7 @@ from largebatch.noise.partition import Groups, Partition
 from largebatch.noise.precondition import metric_of
 from largebatch.noise.reduce import LossScaling, StepSums, pack, refusal
 from largebatch.noise.scaler import is_unscaled, loss_scale
+from largebatch.noise.sharded import ShardedCollector
 from largebatch.units import Duration, check_unit
 
 logger = logging.getLogger(__name__)
@@ -152,7 +154,8 @@ class NoiseScaleMonitor:
         self._last_end: float | None = None
         self._device = next(model.parameters()).device
         self._defer = self._device.type != "cpu"
-        self._collector = GradientCollector(
+        sharded = partial(ShardedCollector, loss_scaling=loss_scaling)
+        self._collector = (sharded if self._layout.kind == "fsdp" else GradientCollector)(
             model,
             default_units=microbatch or 1,
             read_microbatches=not per_example,
