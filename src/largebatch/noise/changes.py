@@ -51,9 +51,9 @@ class Gradients:
         """At a backward's end: note how the gradients are now."""
         if not self.arrived:
             return
-        if self._is_ddp:
-            for index in self.arrived:
-                self.versions[index] = version_of(self._parameters[index].grad)
+        # Only now: gradients that are views of one tensor (of a concatenation, of DDP's buckets) share one version.
+        for index in self.arrived:
+            self.versions[index] = version_of(self._parameters[index].grad)
         if self.mark not in self.arrived:
             sizes = {index: self._parameters[index].numel() for index in sorted(self.arrived)}
             small = [index for index, size in sizes.items() if size <= MARK]

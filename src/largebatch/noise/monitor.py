@@ -149,6 +149,13 @@ class NoiseScaleMonitor:
         self._layout = find_layout(model)
         names = [name for name, _ in named_trainable(model, self._layout)]
         self._partition = Partition(groups, names)
+        num_norms = sum(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
+        if num_norms:
+            logger.warning(
+                "noise scale: %d batch norm layer(s) in training couple the examples of a microbatch: the noise is "
+                "that of microbatches of this size, and another size is another loss (Goyal et al. 2017, sec. 2.3).",
+                num_norms,
+            )
         self._ledger = Ledger(self._partition.names, half_life=half_life, unit=unit)
         self._unsettled: tuple[int, Tensor, Any, StepNorms] | None = None
         self._last_end: float | None = None
