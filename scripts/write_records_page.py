@@ -1,4 +1,4 @@
-"""What does every key on disk mean? Writes docs/records.md from the docstrings of records/schema.py and StepMoments.
+"""What does every key on disk mean? Writes docs/records.md from the docstrings of records/ and StepMoments.
 
 python scripts/write_records_page.py            # write the page
 python scripts/write_records_page.py --check    # exit 1 when the page is not what it should be
@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "records.md"
 SCHEMA = ROOT / "src" / "largebatch" / "records" / "schema.py"
 MOMENTS = ROOT / "src" / "largebatch" / "noise" / "moments.py"
+LOG = ROOT / "src" / "largebatch" / "records" / "moments_log.py"
 
 HEAD = """# What a run writes to disk
 
@@ -34,6 +35,7 @@ studies with the same seed leave the same bytes everywhere else. A number that i
 | `cells/KEY/checkpoint.pt` | only while the run is under way; `checkpoint.pt.previous` is the one before it |
 | `budget.json` | only with `--budget`: the units it was worth at the measured speed |
 | `result.json` | the answer (`StudyResult` below) |
+| `moments.jsonl` | the moments log of your own training loop (below); `largebatch report FILE` draws it |
 | `report.html`, `figures/` | drawn from `result.json` alone; `largebatch report FOLDER` draws them again |
 
 ## The step record
@@ -48,6 +50,27 @@ can be made again without training.
 | `lr` | `float` | Learning rate of this step. |
 | `loss` | `float` | Mean training loss of the step's batch. |
 """
+
+LOG_HEAD = """## The moments log
+
+What `MomentsLog` writes beside a training loop of your own, by custom `moments.jsonl`. Its first line is the header:
+
+| key | type | meaning |
+|---|---|---|
+"""
+LOG_LINES = """
+Each other line is one measured step. A training that goes on from a checkpoint drops the lines from its first step on.
+
+| key | type | meaning |
+|---|---|---|
+| `step` | `int` | Number of the optimizer step, the first being 1. |
+"""
+LOG_TAIL = (
+    "\n| `groups` | `dict[str, dict]` | Of each group of parameters: `trace_cov`, `grad_sq_norm`, `sq_norm_small`, "
+    "`sq_norm_step`; {} without groups. |"
+    "\n| `preconditioned` | `dict \\| None` | The same four in the optimizer's metric P; null without one, and before its "
+    "first step. |"
+)
 
 
 def rows(path: Path, name: str) -> list[str]:
@@ -82,6 +105,8 @@ def page() -> str:
         line.split("=")[1].strip() for line in SCHEMA.read_text().splitlines() if line.startswith("SCHEMA_VERSION")
     )
     parts = [HEAD.format(version=version) + "\n".join(rows(MOMENTS, "StepMoments"))]
+    step = "\n".join(rows(MOMENTS, "StepMoments"))
+    parts.append(LOG_HEAD + "\n".join(rows(LOG, "MomentsHeader")) + "\n" + LOG_LINES + step + LOG_TAIL)
     for name, first_line in reversed(classes(SCHEMA)):
         heading = f"## {name}\n\n{first_line}\n\n| key | type | meaning |\n|---|---|---|\n"
         parts.append(heading + "\n".join(rows(SCHEMA, name)))

@@ -11,6 +11,7 @@ from largebatch.errors import (
     RecordError,
     StorageError,
 )
+from largebatch.noise.advice import Advice
 from largebatch.noise.estimate import NoiseScale, noise_scale
 from largebatch.noise.moments import StepMoments, solve_moments
 from largebatch.noise.monitor import NoiseScaleMonitor
@@ -18,10 +19,12 @@ from largebatch.recipe.optimizer import build_sgd
 from largebatch.recipe.recipe import Recipe, ResolvedRecipe, goyal2017_resnet50
 from largebatch.recipe.sampler import ShuffledStream, rank_slice
 from largebatch.recipe.schedule import Constant, WarmupStepDecay, as_torch_scheduler
+from largebatch.records.moments_log import MomentsLog
 from largebatch.tasks.task import Task, TensorSplit, count_rows, count_wrong, cross_entropy_sum
 from largebatch.units import BatchSize, Duration
 
 __all__ = [
+    "Advice",
     "BatchSize",
     "CheckpointError",
     "ConfigError",
@@ -32,6 +35,7 @@ __all__ = [
     "GoalNotReachedError",
     "LargebatchError",
     "MissingExtraError",
+    "MomentsLog",
     "NoiseScale",
     "NoiseScaleMonitor",
     "Recipe",

@@ -9,6 +9,7 @@ from pathlib import Path
 from largebatch.noise.moments import StepMoments
 from largebatch.records import schema
 from largebatch.records.files import plain
+from largebatch.records.moments_log import MomentsHeader
 from largebatch.records.schema import SCHEMA_VERSION, RunRecord, RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def layout():
     """Class -> its keys, of everything that reaches the disk."""
-    classes = [value for value in vars(schema).values() if dataclasses.is_dataclass(value)] + [StepMoments]
+    classes = [value for value in vars(schema).values() if dataclasses.is_dataclass(value)] + [
+        StepMoments,
+        MomentsHeader,
+    ]
     return {"schema_version": SCHEMA_VERSION} | {
         cls.__name__: [field.name for field in dataclasses.fields(cls)] for cls in classes
     }
