@@ -1,4 +1,4 @@
-"""How does an experiment that is no study leave its evidence? In result.json and how.json, as `_record.py` says."""
+"""How does an experiment that is no study leave its evidence? In two files, as `_record.py` says."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ CHECKPOINTS = (20, 100, 400)
 MICROBATCH = 256
 BLOCKS = {"gradient_microbatches": 3, "hessian_microbatches": 1}  # blocks of 1,792 examples each
 NUM_BLOCKS = 32
-SEARCH_BATCHES = (8, 32, 128, 512)
+SEARCH_FACTORS = (0.25, 1, 4, 16)
+"""Batches of the line search, as multiples of B_noise rounded to a power of 2."""
 NUM_DRAWS = 24
 NUM_EVALUATED = 4_000
 LENGTHS = 2.0 ** np.arange(-5, 2)
@@ -91,13 +92,15 @@ def measure(task, model, step, num_examples, fetch, held_out, rng) -> dict[str, 
     seconds = time.perf_counter() - clock
     told = temperature(blocks, lr=LR, batch=BATCH, momentum=task.recipe.momentum, unit=task.unit)
     length = scale.lr_max or LR / (1 - task.recipe.momentum)
+    centre = 2 ** round(np.log2(scale.b_noise or BATCH))
+    search_batches = [max(1, int(centre * factor)) for factor in SEARCH_FACTORS]
     clock = time.perf_counter()
     decreases = measure_line_search(
         model, task.loss, lambda units: fetch(rng.choice(num_examples, units, replace=False)), held_out,
-        batches=SEARCH_BATCHES, lrs=(length * LENGTHS).tolist(), num_draws=NUM_DRAWS,
+        batches=search_batches, lrs=(length * LENGTHS).tolist(), num_draws=NUM_DRAWS,
     )  # fmt: skip
     search = fit_line_search(
-        decreases, batches=SEARCH_BATCHES, lrs=(length * LENGTHS).tolist(), unit=task.unit, dataset_size=num_examples
+        decreases, batches=search_batches, lrs=(length * LENGTHS).tolist(), unit=task.unit, dataset_size=num_examples
     )
     search_seconds = time.perf_counter() - clock
     with torch.no_grad():

@@ -240,7 +240,10 @@ def fit_line_search(
         return replace(unfitted, reason=reason)
     if (edges < 0).any():
         batch = batches[int(np.argmin(edges))]
-        reason = f"at batch {batch} no step lowers the loss: search shorter ones than {lrs[0]:g}, or give more draws."
+        reason = (
+            f"at batch {batch} no step lowers the loss: leave it out, search shorter ones than {lrs[0]:g}, or give more "
+            "draws."
+        )
         return replace(unfitted, reason=reason)
     # A spread of 0 (all draws alike) would weigh without bound.
     weights = 1 / np.maximum(errors, 1e-9 * best.max()) ** 2
