@@ -117,7 +117,7 @@ def test_nothing_but_scalars_is_kept():
     model(torch.randn(4, 8)).sum().backward()
     with collector.microbatch(1):
         model(torch.randn(4, 8)).sum().backward()
-    kept = [dot for microbatch in collector._microbatches for dot in microbatch.dots]
+    kept = [dot for microbatch in collector._microbatches for _, dots in microbatch.parts for dot in dots]
     assert len(kept) == 8
     assert all(dot.untyped_storage().nbytes() <= 8 for dot in kept)
     assert not any(microbatch.sums for microbatch in collector._microbatches)

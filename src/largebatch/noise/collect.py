@@ -28,6 +28,7 @@ from largebatch.noise.step_norms import Microbatch, StepNorms
 
 NEVER = 10**9
 """More microbatches than any step has."""
+NOTHING: Sequence[Tensor] = ()
 Weigh = Callable[[nn.Parameter], Tensor | None]
 """Weights of a parameter's elements in a second metric; None where there are none yet."""
 
@@ -90,9 +91,10 @@ class GradientCollector:
         self._forward_handle: Any = None
         self._tallies = Tally(), Tally()
         self._context: Microbatch | None = None
-        self._pending: dict[int, tuple[int, list[Tensor], list[Tensor], Tensor | None, list[Tensor]]] = {}
+        self._pending: dict[int, tuple[int, Sequence[Tensor], Sequence[Tensor], Tensor | None, Sequence[Tensor]]] = {}
         self._synced = True
-        self._begun = self._noted = -1
+        self._begun = self._running = -1
+        self._current = Microbatch(units=default_units)
         self._gone: set[int] = set()
         self._mark, self._expected = -1, NEVER
         self._reset()
@@ -137,8 +139,8 @@ class GradientCollector:
         if not current.seen:
             raise ConfigError(f"no backward reached the parameters inside this microbatch({units}) context.")
         for index, total in current.sums.items():
-            current.add(sq_norm_dots(total, wide=self.wide), self._rows[index])
-            current.add(self._weighed(index, total), self._rows[index] + self._num_plain)
+            current.parts.append((self._rows[index], sq_norm_dots(total, wide=self.wide)))
+            current.parts.append((self._rows[index] + self._num_plain, self._weighed(index, total)))
         current.sums.clear()
         self._microbatches.append(current)
 
@@ -244,7 +246,7 @@ class GradientCollector:
         self._by_backward: dict[int, Microbatch] = {}
         self._gradients = Gradients(self._parameters, is_ddp=self._layout.ddp is not None, mark=self._mark)
         self._stale: list[Tensor] = []
-        self._hot: dict[int, list[Tensor]] = {}
+        self._hot: dict[int, Sequence[Tensor]] = {}
         self._skip = ""
         self._unweighed = False
         self.seconds = 0.0
@@ -261,12 +263,9 @@ class GradientCollector:
             self._begun, self._gone = backward, self._gradients.given_up()
         if grad.is_sparse:
             raise ConfigError(
-                "a sparse gradient arrived, which is not measured: make the layer with sparse=False, or close() "
-                "the monitor."
+                "a sparse gradient is not measured: make the layer with sparse=False, or close() the monitor."
             )
-        dots: list[Tensor] = []
-        weighed: list[Tensor] = []
-        stale: list[Tensor] = []
+        dots = weighed = stale = NOTHING
         copy = None
         if self._read:
             if self.buffering and self._context is not None:
@@ -287,14 +286,17 @@ class GradientCollector:
         arrival = self._pending.pop(index, None)
         if arrival is None:
             return
-        backward, dots, weighed, copy, stale = arrival
-        if backward != backward_id():
-            return
         started = perf_counter()
-        current = self._context or self._by_backward.get(backward) or self._begin_microbatch(backward)
-        if index in self._gone and index in self._gradients.arrived:
+        backward, dots, weighed, copy, stale = arrival
+        if backward != self._running:
+            if backward != backward_id():
+                return
+            self._begin_backward(backward)
+        current = self._current
+        if self._gone and index in self._gone and index in self._gradients.arrived:
             self._forget_all_but(current, backward, index)
-        self._stale += stale
+        if stale:
+            self._stale += stale
         if copy is not None:
             total = current.sums.get(index)
             current.sums[index] = copy if total is None else total.add_(copy)
@@ -302,23 +304,27 @@ class GradientCollector:
             self.buffering = True
             self._skip = self._skip or "a microbatch had an unforeseen second backward"
         else:
-            current.add(dots, self._rows[index])
-            current.add(weighed, self._rows[index] + self._num_plain)
+            current.parts.append((self._rows[index], dots))
+            if weighed:
+                current.parts.append((self._rows[index] + self._num_plain, weighed))
         current.seen.add(index)
-        if index not in self._gradients.arrived:
-            self._gradients.add(index)
-        if backward != self._noted:
-            # DDP writes the averages in a callback at the backward's end; one queued from there comes after it.
-            self._noted = backward
-            at_end(self._on_end if self._layout.ddp is None else lambda: at_end(self._on_end))
+        gradients = self._gradients
+        if index not in gradients.arrived:
+            gradients.add(index)
         held = parameter.grad
         if held is not None:
-            self._gradients.versions[index] = (held.data_ptr(), held._version)
+            gradients.versions[index] = (held.data_ptr(), held._version)
             if current.last:
                 self._hot[index] = sq_norm_dots(held, wide=self.wide)
             elif self._hot:
                 self._hot.pop(index, None)
         self.seconds += perf_counter() - started
+
+    def _begin_backward(self, backward: int) -> None:
+        self._running = backward
+        self._current = self._context or self._by_backward.get(backward) or self._begin_microbatch(backward)
+        # DDP writes the averages in a callback at the backward's end; one queued from there comes after it.
+        at_end(self._on_end if self._layout.ddp is None else lambda: at_end(self._on_end))
 
     def _begin_microbatch(self, backward: int) -> Microbatch:
         current = Microbatch(units=self._default_units, nested=is_nested(), last=self._is_last())
@@ -327,10 +333,7 @@ class GradientCollector:
         return current
 
     def _is_last(self) -> bool:
-        """Whether the microbatch that begins now ends the step, as far as the last step tells.
-
-        Then the sum is read while it is in the cache. Several workers have it only later.
-        """
+        """Whether to read the sum while it is in the cache: on one worker, in what was the last step's last microbatch."""
         return self._layout.kind == "single" and len(self._microbatches) + 1 >= self._expected
 
     def _on_end(self) -> None:
@@ -363,11 +366,11 @@ class GradientCollector:
 
     def _sum_microbatches(self, microbatches: list[Microbatch], device: torch.device) -> Tensor:
         num = len(microbatches)
-        owners = [row * num + k for k, microbatch in enumerate(microbatches) for row in microbatch.rows]
-        dots = [dot for microbatch in microbatches for dot in microbatch.dots]
+        parts = [(row * num + k, dots) for k, microbatch in enumerate(microbatches) for row, dots in microbatch.parts]
+        owners, dots = [owner for owner, group in parts for _ in group], [dot for _, group in parts for dot in group]
         return self._tallies[0].sums(dots, owners, self.num_rows * num, device).view(self.num_rows, num)
 
-    def _sum_step(self, gradients: dict[int, Tensor], hot: dict[int, list[Tensor]], device: torch.device) -> Tensor:
+    def _sum_step(self, gradients: dict[int, Tensor], hot: dict[int, Sequence[Tensor]], device: torch.device) -> Tensor:
         """Squared norm of the gradients as they are (dots in `hot` are known); under DDP this worker's share of it."""
         dots: list[Tensor] = []
         owners: list[int] = []

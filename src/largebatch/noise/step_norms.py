@@ -44,16 +44,9 @@ class Microbatch:
     """Whether its backward was called inside another one."""
     last: bool = False
     """Whether it is expected to end the step."""
-    dots: list[Tensor] = field(default_factory=list)
-    """Dot products, each of one row of the result."""
-    rows: list[int] = field(default_factory=list)
-    """The row of each."""
+    parts: list[tuple[int, Sequence[Tensor]]] = field(default_factory=list)
+    """A row of the result and dot products that count in it."""
     seen: set[int] = field(default_factory=set)
     """Parameters (by index) that have a gradient in it."""
     sums: dict[int, Tensor] = field(default_factory=dict)
     """Only while buffering: the sum of its gradients per parameter, freed when the context ends."""
-
-    def add(self, dots: Sequence[Tensor], row: int) -> None:
-        """Take in dot products of one row."""
-        self.dots += dots
-        self.rows += [row] * len(dots)
