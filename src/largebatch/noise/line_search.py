@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from largebatch.errors import ConfigError
+from largebatch.noise.estimate import NORMAL_QUANTILE
 from largebatch.noise.probe import Count, GradientProbe, Loss, check_counts
 from largebatch.units import check_unit
 
@@ -178,8 +179,9 @@ def fit_line_search(
 
     Decreases are averaged over the draws at each step length, then maximised over lengths: the parabola through the
     best three, of which length 0 with decrease 0 may be one (exact on a quadratic loss). Each batch size weighs by its
-    resampled error; the interval resamples draws within batch sizes and does everything anew. It knows the noise
-    of the draws and not that of the evaluation examples, which all share.
+    resampled error. The interval is normal in log B_noise, with the spread of resamples of the draws within batch
+    sizes that go through everything anew. It knows the noise of the draws and not that of the evaluation examples,
+    which all share.
 
     Args:
         decreases: of `measure_line_search`, shape (num_batches, num_draws, num_lrs).
@@ -241,15 +243,17 @@ def fit_line_search(
     if (edges < 0).any():
         batch = batches[int(np.argmin(edges))]
         reason = (
-            f"at batch {batch} no step lowers the loss: leave it out, search shorter ones than {lrs[0]:g}, or give more "
-            "draws."
+            f"at batch {batch} no step lowers the loss: leave it out, search shorter ones than {lrs[0]:g}, or give "
+            "more draws."
         )
         return replace(unfitted, reason=reason)
     # A spread of 0 (all draws alike) would weigh without bound.
     weights = 1 / np.maximum(errors, 1e-9 * best.max()) ** 2
     bounds = min(batches) / _REACH, max(batches) * _REACH
     (scale,), (limit,), (excess,) = _fit(best[None], inverse, weights, bounds)
-    low, high = np.quantile(_fit(samples.T, inverse, weights, bounds)[0], [0.025, 0.975]).tolist()
+    # Normal in the logarithm: the resamples' own quantiles cover 88 % where this covers 94 %.
+    spread = np.log(_fit(samples.T, inverse, weights, bounds)[0]).std() * math.sqrt(num_draws / (num_draws - 1))
+    low, high = (float(scale) * math.exp(sign * NORMAL_QUANTILE * spread) for sign in (-1, 1))
     interval = (None if low < 2 * bounds[0] else low, None if high > bounds[1] / 2 else high)
     reason = ""
     if None in interval:
