@@ -68,8 +68,8 @@ Each other line is one measured step. A training that goes on from a checkpoint 
 LOG_TAIL = (
     "\n| `groups` | `dict[str, dict]` | Of each group of parameters: `trace_cov`, `grad_sq_norm`, `sq_norm_small`, "
     "`sq_norm_step`; {} without groups. |"
-    "\n| `preconditioned` | `dict \\| None` | The same four in the optimizer's metric P; null without one, and before its "
-    "first step. |"
+    "\n| `preconditioned` | `dict \\| None` | The same four in the optimizer's metric P; null without one, and before "
+    "its first step. |"
 )
 
 

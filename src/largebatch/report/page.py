@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from largebatch.errors import MissingExtraError
-from largebatch.records.files import plain, write_atomic
 from largebatch.records.schema import LargeRun, StudyResult
 from largebatch.report.figures import study_figures
+from largebatch.report.html import render, write_page
 from largebatch.report.measured import baseline_facts, key_words, measured_facts, said_value
-from largebatch.report.palette import DARK, LIGHT
-from largebatch.report.plotly_page import markup, plotly_figure
-from largebatch.report.png import png_bytes
 from largebatch.report.reading import typed_result
 from largebatch.report.summary import has_number, key_numbers, next_steps, summary_rows
 from largebatch.report.verdicts import recommended_run, rule_name
@@ -38,13 +32,7 @@ def write_report(result: Mapping[str, Any], out: Path) -> Path:
         StorageError: The disk refused a file.
     """
     study = typed_result(result)
-    html = render_page(study)
-    for figure in study_figures(study):
-        image = png_bytes(figure)
-        write_atomic(out / "figures" / f"{figure.name}.png", lambda file, image=image: file.write(image))
-    page = out / "report.html"
-    write_atomic(page, lambda file: file.write(html.encode()))
-    return page
+    return write_page(render_page(study), study_figures(study), out / "report.html")
 
 
 def render_page(study: StudyResult) -> str:
@@ -57,36 +45,14 @@ def render_page(study: StudyResult) -> str:
     Raises:
         MissingExtraError: jinja2 or plotly is not installed.
     """
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-    except ImportError as error:
-        raise MissingExtraError("jinja2", "study", "the report page") from error
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise MissingExtraError("plotly", "study", "the report page") from error
-
-    def symbols(text: str) -> Markup:
-        """Text that goes to the page escaped, with its subscripts."""
-        return Markup(markup(text))
-
-    def unbroken(text: str) -> Markup:
-        """The same for a headline, where no line may end at a hyphen."""
-        return Markup(re.sub(r"\w+(?:-\w+)+", r'<span class="word">\g<0></span>', markup(text)))
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["symbols"] = symbols
-    environment.filters["unbroken"] = unbroken
     figures = study_figures(study)
     headline, rest = split_summary(study.summary)
-    return environment.from_string(_asset("template.html.j2")).render(
+    return render(
+        "template.html.j2",
+        figures,
         study=study,
         headline=headline,
         rest=rest,
-        figures={figure.name: figure for figure in figures},
-        drawings=plain({figure.name: plotly_figure(figure) for figure in figures}),
-        palettes={"light": LIGHT, "dark": DARK},
         key_numbers=key_numbers(study),
         goals=list(zip(study.fronts, study.predictions, strict=False))
         if len(study.fronts) == len(study.predictions)
@@ -104,9 +70,6 @@ def render_page(study: StudyResult) -> str:
         difference_words=difference_words,
         words=key_words,
         said_value=said_value,
-        style=Markup(_asset("style.css")),
-        script=Markup(_asset("draw.js")),
-        plotly_js=Markup(get_plotlyjs()),
     )
 
 
@@ -133,7 +96,3 @@ def difference_words(run: LargeRun) -> Said | None:
 def _points(value: float) -> Part:
     """A difference of two percentages, signed."""
     return Part(f"{value:+.2f}".replace("-", "\u2212"), value)
-
-
-def _asset(name: str) -> str:
-    return resources.files("largebatch.report").joinpath(name).read_text(encoding="utf-8")
