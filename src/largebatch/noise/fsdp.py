@@ -209,11 +209,14 @@ def _refuse(bundle: Bundle) -> None:
         raise ConfigError("CPUOffloadPolicy takes the gradients to the host, which is not measured: leave it out.")
     if problem := check_division(bundle, num_workers()):
         raise ConfigError(problem)
-    comm = type(state._reduce_scatter_comm)
-    if comm.__module__.split(".")[0] == "largebatch":
+    comm, hook = type(state._reduce_scatter_comm), state._all_reduce_hook
+    origins = [
+        origin.split(".")[0] for origin in (comm.__module__, getattr(getattr(hook, "func", hook), "__module__", ""))
+    ]
+    if "largebatch" in origins:
         raise ConfigError("another monitor watches this model already: close() that one first.")
-    if comm.__module__.split(".")[0] != "torch" or state._all_reduce_hook is not None:
-        what = comm.__name__ if state._all_reduce_hook is None else "the all-reduce hook"
+    if origins[0] != "torch" or hook is not None:
+        what = comm.__name__ if hook is None else "the all-reduce hook"
         raise ConfigError(
             f"{what}, set by hand, is not known to leave the mean gradient in p.grad: measure without it."
         )

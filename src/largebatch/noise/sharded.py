@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
 from largebatch.noise.backwards import at_end, backward_id, check_units, is_nested
-from largebatch.noise.collect import StepNorms, Weigh
+from largebatch.noise.changes import MARK
+from largebatch.noise.collect import Weigh
 from largebatch.noise.fsdp import (
     Bundle,
     check_division,
@@ -29,12 +30,10 @@ from largebatch.noise.fsdp import (
     local,
 )
 from largebatch.noise.layout import Layout, plain_name
-from largebatch.noise.norms import Tally, sq_norm_dots
+from largebatch.noise.norms import Tally, sq_norm, sq_norm_dots
 from largebatch.noise.reduce import LossScaling
 from largebatch.noise.shares import Backward, Share, Shares
-
-MARK = 2**16
-"""Elements of the largest shard whose norm is read twice, to see whether gradients were changed."""
+from largebatch.noise.step_norms import StepNorms
 
 
 class ReduceScatter:
@@ -142,8 +141,8 @@ class ShardedCollector:
 
     def take(self, *, may_be_unscaled: bool = False) -> StepNorms:
         """Return this step's squared norms and start the next step; as `collect.GradientCollector.take`."""
-        step, written, versions, stale = self._step, sorted(self._written), self._versions, self._stale
-        skip, mark = self._skip, self._sq_norm_mark
+        step, written, states, stale = self._step, sorted(self._written), self._states, self._stale
+        skip, mark, drift = self._skip, self._sq_norm_mark, self._drift
         if self._context is not None:
             raise ConfigError("step() was called inside a microbatch context: leave it first.")
         self._reset()
@@ -162,7 +161,7 @@ class ShardedCollector:
                 "gradients are gone: call step() after the last backward and before zero_grad(); an optimizer that "
                 "steps inside the backward cannot be measured."
             )
-        changed = any(_version(gradient) != versions.get(index) for index, gradient in gradients.items())
+        changed = any(self._state(index) != states.get(index) for index in written)
         if changed and not may_be_unscaled:
             raise ConfigError(
                 "gradients were changed after the last backward: call step() before clipping, unscaling and "
@@ -176,7 +175,7 @@ class ShardedCollector:
             sq_norm_step=self._sum_step(gradients, device),
             sq_norm_stale=Tally().sums(stale, [0] * len(stale), 1, device)[0],
             mark_before=mark,
-            mark_now=self._sq_norm_mark_now(),
+            mark_now=sq_norm(self._grad(self._mark)) * (1 + drift),
             skip=skip,
         )
 
@@ -207,9 +206,11 @@ class ShardedCollector:
     def _forget_written(self) -> None:
         self._written: set[int] = set()
         """Parameters whose shard has been given a gradient in this step."""
-        self._versions: dict[int, tuple[int, int]] = {}
+        self._states: dict[int, tuple[int, int, int]] = {}
         self._stale: list[Tensor] = []
         self._sq_norm_mark = torch.zeros(())
+        self._drift: Tensor | float = 0.0
+        """By how much the mark's norm has changed between backwards, as a share of it: to be 0."""
         self._skip = ""
 
     def _row(self, bundle: Bundle) -> int:
@@ -261,7 +262,7 @@ class ShardedCollector:
                 self._skip = "a parameter joined after the monitor was made; it is watched from the next step on"
             self._step.fail(check_division(bundle, self._layout.world_size))
             factor = divided_before(flat.dtype, self._layout.world_size) ** 2
-            dots = [dot if factor == 1 else dot * factor for dot in sq_norm_dots(flat)]
+            dots = [dot if factor == 1 else dot * factor for dot in sq_norm_dots(flat, wide=self.wide)]
             covered = self._step.reduce(number, members=self._members[number], dots=dots)
             for index in covered - self._written:
                 held = self._grad(index)
@@ -281,31 +282,35 @@ class ShardedCollector:
         # fully_shard reduces what is left in a callback at the backward's end; one queued from there comes after it.
         at_end(lambda: at_end(self._note))
         held = {index: self._grad(index) for index in self._written}
-        touched = {index for index, grad in held.items() if _version(grad) != self._versions.get(index)}
+        touched = {index for index in held if self._state(index) != self._states.get(index)}
         if any(held[index] is not None and torch.count_nonzero(held[index]) for index in touched):  # pyright: ignore
             self._step.fail("gradients were changed between two backwards of one step: clip and scale after step().")
         elif touched:
             self._step.begin_again(self._context)
             self._forget_written()
+        elif held:  # _foreach_mul_, as in clipping, leaves no trace on a sharded gradient but the mark's norm
+            now, before = sq_norm(self._grad(self._mark)), self._sq_norm_mark
+            self._drift = self._drift + (now - before).abs() / before.clamp(min=torch.finfo(before.dtype).tiny)
 
     def _note(self) -> None:
         """At a backward's end: how the gradients are now, to see later whether somebody has changed them."""
-        self._versions = {index: _version(self._grad(index)) for index in self._written}
+        self._states = {index: self._state(index) for index in self._written}
         if self._mark not in self._written and self._written:
             sizes = {index: self._params[index].sharded_param._local_tensor.numel() for index in sorted(self._written)}
             small = [index for index, size in sizes.items() if size <= MARK]
             self._mark = max(small, key=sizes.__getitem__) if small else min(sizes, key=sizes.__getitem__)
         # Neither `.data` nor a gradient scaler on a CPU counts versions up: one gradient's norm shows them.
-        self._sq_norm_mark = self._sq_norm_mark_now()
-
-    def _sq_norm_mark_now(self) -> Tensor:
-        held = self._grad(self._mark)
-        return torch.zeros(()) if held is None else torch.stack(sq_norm_dots(held)).sum()
+        self._sq_norm_mark = sq_norm(self._grad(self._mark))
 
     def _grad(self, index: int) -> Tensor | None:
         """This worker's part of a parameter's gradient."""
         grad = self._params[index].sharded_param.grad
         return None if grad is None else local(grad)
+
+    def _state(self, index: int) -> tuple[int, int, int]:
+        """Where a gradient is, and how often it was changed in place: by fully_shard its part, by others the whole."""
+        grad: Any = self._params[index].sharded_param.grad
+        return (0, 0, 0) if grad is None else (local(grad).data_ptr(), local(grad)._version, grad._version)
 
     def _check_bundles(self) -> None:
         """Raise ConfigError if the model is not spread any more as it was; watch parameters that are new."""
@@ -334,7 +339,7 @@ class ShardedCollector:
         for row, members in zip(self._rows, self._members, strict=True):
             for index in members:
                 if (grad := gradients.get(index)) is not None:
-                    part = sq_norm_dots(grad)
+                    part = sq_norm_dots(grad, wide=self.wide)
                     dots += part
                     owners += [row] * len(part)
         return self._tallies[1].sums(dots, owners, self.num_rows, device) / self._spread.replica_size
@@ -342,8 +347,3 @@ class ShardedCollector:
 
 def _call(function: Callable[[int], None], number: int, *_: Any) -> None:
     function(number)
-
-
-def _version(grad: Tensor | None) -> tuple[int, int]:
-    """Where a gradient is, and how often it was changed in place."""
-    return (0, 0) if grad is None else (grad.data_ptr(), grad._version)
