@@ -383,9 +383,10 @@ def joining(rank):
     return found
 
 
-def test_what_joins_late_costs_the_step_and_is_measured_from_the_next_one_on():
+def test_a_first_forward_past_the_hooks_costs_its_step_and_a_thawed_weight_costs_none():
     """A method that stands in for forward runs no hook, so the first step does not know its backwards."""
-    for first, second, third in on_workers(2, joining):
+    for first, *others in on_workers(2, joining):
         assert first == (None, 1)
-        assert second == (None, 2)
-        assert_close(third[0], shares(2, 2, [True, True]))
+        for step, (moments, num_skipped) in enumerate(others, 1):
+            assert num_skipped == 1
+            assert_close(moments, shares(step, 2, [True, True]))
