@@ -3,7 +3,7 @@
     python scripts/write_log_tables.py            # write them
     python scripts/write_log_tables.py --check    # exit 1 when one is not what its result.json says
 
-A marker is `<!-- table: NAME KIND -->` ... `<!-- end -->`, with KIND one of how, fronts, large.
+A marker is `<!-- table: NAME KIND -->` ... `<!-- end -->`, with KIND one of how, fronts, large, scales, conditioning.
 """
 
 from __future__ import annotations
@@ -79,9 +79,44 @@ def large(folder: Path) -> str:
     return table(["batch", "why", "rule", "peak lr", "error, %", "minus baseline, points", "verdict", "seeds"], rows)
 
 
+def scales(folder: Path) -> str:
+    """One row per checkpoint: both noise scales, the line search's, the limits, the temperature."""
+
+    def ratio(value: Any, interval: list[Any]) -> str:
+        return worded({"value": value, "low": interval[0], "high": interval[1]})
+
+    rows = []
+    for row in json.loads((folder / "result.json").read_text())["rows"]:
+        curvature, search, told = row["curvature"], row["line_search"], row["temperature"]
+        rows.append([
+            str(row["step"]), f"{row['held_out_loss']:.3f}",
+            ratio(row["b_simple"]["b_simple"], row["b_simple"]["interval"]),
+            ratio(curvature["b_noise"], curvature["interval"]), ratio(search["b_noise"], search["interval"]),
+            f"{search['form_p_value']:.2g}", f"{curvature['lr_max']:.3g} / {search['lr_max']:.3g}",
+            f"{curvature['loss_decrease_max']:.3g} / {search['loss_decrease_max']:.3g}",
+            ratio(told["value"], told["interval"]),
+        ])  # fmt: skip
+    head = ["step", "held-out loss", "B_simple", "B_noise", "B_noise by line search", "p of the form",
+            "eps_max: products / search", "dL_max: products / search", "temperature"]  # fmt: skip
+    return table(head, rows)
+
+
+def conditioning(folder: Path) -> str:
+    """One row per quadratic: the swept B_crit and both noise scales, from B_noise = 1 at the start."""
+    rows = [
+        [row["noise"], f"{row['goal']:g}", f"{row['condition']:g}", f"{row['b_crit']:.3g}", f"{row['b_noise']:.3g}",
+         f"{row['b_simple']:.3g}", f"{row['b_noise_over_b_crit']:.2g}", f"{row['b_simple_over_b_crit']:.2g}",
+         f"{row['min_steps']:.3g}", f"{row['residual_std']:.2f}"]
+        for row in json.loads((folder / "result.json").read_text())["rows"]
+    ]  # fmt: skip
+    head = ["Sigma", "goal", "condition", "B_crit swept", "B_noise", "B_simple", "B_noise / B_crit",
+            "B_simple / B_crit", "S_min", "std of log S"]  # fmt: skip
+    return table(head, rows)
+
+
 def written(text: str) -> str:
     """The page with every table made afresh."""
-    kinds = {"how": how, "fronts": fronts, "large": large}
+    kinds = {"how": how, "fronts": fronts, "large": large, "scales": scales, "conditioning": conditioning}
     return MARKER.sub(lambda found: found[1] + "\n" + kinds[found[3]](ROOT / "runs" / found[2]) + "\n" + found[4], text)
 
 
