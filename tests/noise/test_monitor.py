@@ -272,6 +272,20 @@ def test_one_microbatch_is_refused_with_the_way_out():
             monitor.step()
 
 
+def test_one_microbatch_at_an_epoch_s_end_is_skipped(caplog):
+    model = nn.Linear(2, 1)
+    measured = []
+    with monitored(model, microbatch=3) as monitor:
+        for num in (2, 1, 2):
+            model.zero_grad()
+            for part in torch.randn(num, 3, 2, generator=torch.Generator().manual_seed(num)):
+                (model(part).square().mean() / num).backward()
+            measured.append(monitor.step())
+    assert [moments is None for moments in measured] == [False, True, False]
+    assert (monitor.num_steps, monitor.num_skipped, monitor.noise_scale.num_steps) == (3, 1, 2)
+    assert "step 2 is not measured: it has one microbatch only" in caplog.text
+
+
 def test_no_step_yet_is_not_an_estimate():
     with monitored(Linear(), microbatch=1, unit="tokens") as monitor:
         assert not monitor.noise_scale.resolved

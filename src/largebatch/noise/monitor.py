@@ -239,8 +239,8 @@ class NoiseScaleMonitor:
 
         Returns:
             The step's moments; None if it was not to be measured (`every`), if it was skipped because a gradient
-            was not finite or a context had its first unforeseen second backward, and on an accelerator, where
-            they are known later (`on_measured` gets them, `noise_scale` holds them).
+            was not finite, a context had its first unforeseen second backward or a later step one microbatch only (an
+            epoch's end), and on an accelerator, where `on_measured` and `noise_scale` get them later.
 
         Raises:
             ConfigError: one microbatch only, no backward, gradients changed, zeroed too early or not at all, more
@@ -331,9 +331,11 @@ class NoiseScaleMonitor:
         self._voted = sums.vote
         if sums.stale:
             raise ConfigError("gradients were not zero before this step's first backward: call zero_grad() each step.")
-        if sums.num_skipped or not all(map(math.isfinite, sums.values)):
+        lone = sums.num_microbatches == 1 and self._ledger.last_batch is not None
+        if sums.num_skipped or lone or not all(map(math.isfinite, sums.values)):
             self.num_skipped += 1
-            cause = (norms.skip or "another worker gave it up") if sums.num_skipped else "a gradient is not finite"
+            cause = "it has one microbatch only" if lone else "a gradient is not finite"
+            cause = (norms.skip or "another worker gave it up") if sums.num_skipped else cause
             logger.warning("noise scale: step %d is not measured: %s.", step, cause)
             return None
         if sums.changed:

@@ -49,6 +49,11 @@ class StepSums:
         return self.values[_CHANGED] > 0
 
     @property
+    def num_microbatches(self) -> int:
+        """Microbatches of all workers."""
+        return round(self.values[_K])
+
+    @property
     def num_skipped(self) -> int:
         """Workers that cannot use the step."""
         return round(self.values[_SKIPPED])
@@ -71,7 +76,7 @@ class StepSums:
         return [
             solve_sums(
                 NormSums(
-                    num_microbatches=round(values[_K]),
+                    num_microbatches=self.num_microbatches,
                     batch=round(values[_UNITS]),
                     sum_a=sum_a,
                     sum_a_over_b=factor * values[_R_OVER_B],
