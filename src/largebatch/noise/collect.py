@@ -333,7 +333,7 @@ class GradientCollector:
         return current
 
     def _is_last(self) -> bool:
-        """Whether to read the sum while it is in the cache: on one worker, in what was the last step's last microbatch."""
+        """Whether to read the sum while it is in the cache: one worker, and the last step had no further microbatch."""
         return self._layout.kind == "single" and len(self._microbatches) + 1 >= self._expected
 
     def _on_end(self) -> None:
