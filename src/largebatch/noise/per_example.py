@@ -16,7 +16,7 @@ independent, so their gradients are no sample, and the norms are those of sequen
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
 from largebatch.noise.per_example_calls import Call, Scope, Use
-from largebatch.noise.per_example_forms import Factored, Known, Measured, Probe, combine, sq_norm, wide
+from largebatch.noise.per_example_forms import Factored, Known, Measured, Probe, Summed, combine, sq_norm, wide
 from largebatch.noise.per_example_rules import NORMS
 from largebatch.noise.per_example_watch import CallWatcher
 
@@ -46,9 +46,14 @@ class _Backward:
     """Uses of each parameter whose gradient has not arrived."""
     by_call: dict[int, Use] = field(default_factory=dict[int, Use])
     scopes: dict[int, Scope] = field(default_factory=dict[int, Scope])
-    norms: Tensor | None = None
+    norms: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
+    """Squared norms of the parameters of each group, each of shape (B,)."""
+    gaps: list[Tensor] = field(default_factory=list[Tensor])
+    """For each parameter, how far the parts of its gradient are from it along the probe; 0-dim."""
+    allowed: float = 0.0
+    """How large the gaps may be together, relative to the examples' norms."""
     checks: list[tuple[_Key, Tensor]] = field(default_factory=list["tuple[_Key, Tensor]"])
-    """How far the parts of a parameter's gradient are from it, over what is allowed."""
+    """For each new use of a parameter, its gap over what is allowed; 0-dim."""
     refusal: str | None = None
 
 
@@ -62,7 +67,9 @@ class _Arrival:
 
     backward: _Backward
     uses: list[Use]
-    measured: Measured | None = None
+    sq_norms: Tensor | None = None
+    gap: Tensor | None = None
+    allowed: float = 0.0
     check: tuple[_Key, Tensor] | None = None
     refusal: str | None = None
 
@@ -128,6 +135,7 @@ class PerExampleCollector:
                 "nothing to measure."
             )
         self._group = [0 if group_of is None else group_of(name) for name in self._named]
+        self._names = list(self._named)
         self._device = next(iter(self._named.values())).device
         generator = torch.Generator().manual_seed(0)
         self._probes = [Probe.draw(parameter, generator) for parameter in self._named.values()]
@@ -185,12 +193,7 @@ class PerExampleCollector:
             if backward.refusal is not None:
                 raise ConfigError(backward.refusal)
         self._verify([check for backward in backwards for check in backward.checks])
-        norms: list[Tensor] = []
-        for backward in backwards:
-            assert backward.norms is not None, "a backward is kept once it has norms"
-            excess = torch.stack([excess for _, excess in backward.checks])
-            norms.append(torch.where((excess > 1).any(), torch.nan, backward.norms))
-        return norms
+        return [self._finish(backward) for backward in backwards]
 
     def discard(self) -> None:
         """Forget what was collected since the last `take`."""
@@ -205,6 +208,18 @@ class PerExampleCollector:
             handle.remove()
         self._handles.clear()
         self.discard()
+
+    def _finish(self, backward: _Backward) -> Tensor:
+        """Squared norms, shape (num_groups, num_examples); NaN where the parts are not the whole."""
+        every = [norms for group in backward.norms.values() for norms in group]
+        dtype = torch.float64 if any(norms.dtype == torch.float64 for norms in every) else torch.float32
+        sq_norms = torch.zeros(max(self._group) + 1, len(every[0]), dtype=dtype, device=self._device)
+        for group, norms in backward.norms.items():
+            sq_norms[group] = torch.stack([norm.to(sq_norms) for norm in norms]).sum(0)
+        gap = torch.stack([gap.to(sq_norms) for gap in backward.gaps]).sum().abs()
+        # |sum of g_b|^2 <= B * sum of |g_b|^2: what rounding of the gradient itself is relative to.
+        size = (sq_norms.sum() * sq_norms.shape[1]).sqrt()
+        return torch.where(gap > backward.allowed * size, torch.nan, sq_norms)
 
     def _verify(self, checks: list[tuple[_Key, Tensor]]) -> None:
         """Hold new uses of parameters to their gradient, on the host; one that is not finite says nothing yet."""
@@ -240,26 +255,28 @@ class PerExampleCollector:
                 backward.uses.setdefault(index, []).append(use)
         return use
 
-    def _derive(self, call: Call, x: Tensor, grad: Tensor) -> Tensor:
-        """The fast mode: a weight's gradient from its examples' gradients, whose norms are found on the way."""
-        ((index, name),) = [(index, name) for index, name in call.names.items() if name == "weight"]
-        parameter = call.module.get_parameter(name)
+    def _derive(self, call: Call, x: Tensor, grad: Tensor) -> list[Tensor]:
+        """The fast mode: a layer's gradients from those of its examples, whose norms are found on the way."""
         assert call.rule is not None, call.name
-        with _widely(grad):
-            form = call.rule(call.module, x, grad)[name]
-            assert isinstance(form, Factored), call.name
-            total, measured = form.sum_and_measure(self._probes[index])
         use = self._use_of(call)
-        if use is not None:
-            use.delivered[name] = Known(form, measured)
-        return total.view_as(parameter).to(parameter.dtype)
+        gradients: list[Tensor] = []
+        with _widely(grad):
+            forms = call.rule(call.module, x, grad)
+            for index, name in call.names.items():
+                form, parameter = forms[name], self._named[self._names[index]]
+                assert isinstance(form, Factored | Summed), call.name
+                total, measured = form.sum_and_measure(self._probes[index])
+                gradients.append(total.view_as(parameter).to(parameter.dtype))
+                if use is not None:
+                    use.delivered[name] = Known(form, measured)
+        return gradients
 
     def _on_gradient(self, index: int, grad: Tensor) -> None:
         """Measure the examples' parts of one gradient on its way; whether it stays is not known yet."""
         if not self.enabled:
             return
         number = _backward_id()
-        name = list(self._named)[index]
+        name = self._names[index]
         backward = self._running
         if backward is None or backward.number != number:
             backward = self._running = self._backwards.get(number) or _Backward(number=number)
@@ -269,16 +286,26 @@ class PerExampleCollector:
             self._pending[index] = _Arrival(backward=backward, uses=uses, refusal=refusal)
             return
         self._watcher.replaying = True
+        key = (name, *(use.call.name for use in uses))
+        dtypes = [grad.dtype, *(tensor.dtype for use in uses for tensor in use.grads.values())]
+        allowed = max(TOLERANCE.get(dtype, TOLERANCE_HALF) for dtype in dtypes)
+        new = key not in self._verified
         try:
             with _widely(grad):
                 forms = [use.form(use.call.names[index]) for use in uses]
                 probe = self._probes[index]
-                measured = forms[0].measure(probe) if len(forms) == 1 else combine(forms, probe)
-                check = (name, *(use.call.name for use in uses)), _excess(probe, grad, measured, uses)
+                if len(forms) == 1:
+                    measured = forms[0].measure(probe, careful=new)
+                else:
+                    measured = combine(forms, probe, careful=new)
+                gap = measured.projected - probe.of(grad)
+                check = (key, _excess(gap, grad, measured, allowed)) if new else None
         except ConfigError as error:
             self._pending[index] = _Arrival(backward=backward, uses=uses, refusal=str(error))
         else:
-            self._pending[index] = _Arrival(backward=backward, uses=uses, measured=measured, check=check)
+            self._pending[index] = _Arrival(
+                backward=backward, uses=uses, sq_norms=measured.sq_norms, gap=gap, allowed=allowed, check=check
+            )
         finally:
             self._watcher.replaying = False
 
@@ -293,24 +320,21 @@ class PerExampleCollector:
             backward.scopes[id(use.call.scope)] = use.call.scope
             backward.refusal = backward.refusal or use.call.commit(index, backward.number)
         backward.refusal = backward.refusal or _disagreement(list(backward.scopes.values()))
-        if backward.refusal is not None or arrival.measured is None or arrival.check is None:
+        if backward.refusal is not None or arrival.sq_norms is None or arrival.gap is None:
             return
-        backward.checks.append(arrival.check)
-        norms = arrival.measured.sq_norms.to(self._device)
-        if backward.norms is None:
-            backward.norms = norms.new_zeros(max(self._group) + 1, len(norms))
-        elif norms.dtype == torch.float64:
-            backward.norms = backward.norms.double()
-        backward.norms[self._group[index]] += norms
+        backward.norms.setdefault(self._group[index], []).append(arrival.sq_norms)
+        backward.gaps.append(arrival.gap)
+        backward.allowed = max(backward.allowed, arrival.allowed)
+        if arrival.check is not None:
+            backward.checks.append(arrival.check)
 
 
-def _excess(probe: Probe, grad: Tensor, measured: Measured, uses: list[Use]) -> Tensor:
-    """How far the parts are from the whole along the probe, over what is allowed; 0-dim, <= 1 if they agree."""
-    gap = (measured.projected - probe.of(grad)).abs()
-    size = (measured.sq_terms + sq_norm(grad.coalesce().values() if grad.is_sparse else wide(grad))).sqrt()
-    dtypes = [grad.dtype, *(tensor.dtype for use in uses for tensor in use.grads.values())]
-    allowed = max(TOLERANCE.get(dtype, TOLERANCE_HALF) for dtype in dtypes)
-    return torch.where(gap == 0, 0.0, gap / (allowed * size)).detach()
+def _excess(gap: Tensor, grad: Tensor, measured: Measured, allowed: float) -> Tensor:
+    """How large a gap is, over what rounding of its terms and of the gradient explains; 0-dim, at most 1 if it does."""
+    assert measured.sq_terms is not None, "a new use is measured with care"
+    values = wide(grad.coalesce().values() if grad.is_sparse else grad)
+    size = (measured.sq_terms + sq_norm(values)).sqrt()
+    return torch.where(gap == 0, 0.0, gap.abs() / (allowed * size))
 
 
 def _disagreement(scopes: list[Scope]) -> str | None:
@@ -331,11 +355,16 @@ def _disagreement(scopes: list[Scope]) -> str | None:
 
 
 @contextmanager
-def _widely(tensor: Tensor) -> Generator[None, None, None]:
-    """No autograd and no autocast: squared norms are made in float32 or wider."""
-    kind = tensor.device.type
-    with torch.no_grad(), torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+def _apart(kind: str) -> Generator[None, None, None]:
+    """No autograd and no autocast."""
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
         yield
+
+
+def _widely(tensor: Tensor) -> AbstractContextManager[None]:
+    """Squared norms are made in float32 or wider, and leave no graph; nothing is entered where that is so already."""
+    kind = tensor.device.type
+    return _apart(kind) if torch.is_grad_enabled() or torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _backward_id() -> int:

@@ -7,7 +7,7 @@ that activation checkpointing and offloading still save what they save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,27 +155,28 @@ def keep(anchor: Tensor, tensors: Iterable[Tensor]) -> Any:
 
 
 class Deliver(torch.autograd.Function):
-    """The output as it is, and a weight whose gradient is what `weight_gradient` makes of the output's.
+    """The output as it is, and parameters whose gradients are what `derive` makes of the output's.
 
-    The layer ran with its weight frozen, so that autograd computes no gradient of it; this node does.
+    The layer ran with its parameters frozen, so that autograd computes no gradient of them; this node does.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, output: Tensor, x: Tensor, weight: Tensor, weight_gradient: Callable[[Tensor, Tensor], Tensor]
+        ctx: Any, output: Tensor, x: Tensor, derive: Callable[[Tensor, Tensor], Sequence[Tensor]], *parameters: Tensor
     ) -> Tensor:
         """Keep the input; the output is the same memory, as no view, so that it may be written into."""
         ctx.save_for_backward(x)
-        ctx.weight_gradient = weight_gradient
+        ctx.derive = derive
         return output.data
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:  # pyright: ignore
-        """Pass the gradient on, and make the weight's."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        """Pass the gradient on, and make the parameters'."""
         (x,) = ctx.saved_tensors
-        weight = ctx.weight_gradient(x, grad) if ctx.needs_input_grad[2] else None
-        return (grad if ctx.needs_input_grad[0] else None), None, weight, None
+        wanted = any(ctx.needs_input_grad[3:])
+        gradients = ctx.derive(x, grad) if wanted else [None] * (len(ctx.needs_input_grad) - 3)
+        return (grad if ctx.needs_input_grad[0] else None), None, None, *gradients
 
 
 def consumers(outputs: Iterable[Tensor], targets: set[Any]) -> dict[Any, list[Any]]:

@@ -31,14 +31,15 @@ class Probe(NamedTuple):
     rows: Tensor
     """u, shape (parameter.shape[0],)."""
     columns: Tensor
-    """v, shape (the product of the other dims,)."""
+    """v, shape (the product of the other dims,); 1 where that is 1."""
 
     @classmethod
     def draw(cls, parameter: Tensor, generator: torch.Generator) -> Probe:
         """Draw a normal direction for a parameter; `generator` is on the CPU, and nobody else's."""
         rows = parameter.shape[0] if parameter.dim() > 1 else parameter.numel()
         columns = parameter.numel() // rows if rows else 0
-        u, v = torch.randn(rows, generator=generator), torch.randn(columns, generator=generator)
+        u = torch.randn(rows, generator=generator)
+        v = torch.randn(columns, generator=generator) if columns > 1 else torch.ones(columns)
         dtype = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
         return cls(u.to(parameter.device, dtype), v.to(parameter.device, dtype))
 
@@ -46,10 +47,11 @@ class Probe(NamedTuple):
         """<gradient, u v^T>, 0-dim; `gradient` has the parameter's shape and may be sparse."""
         if gradient.is_sparse:
             gradient = gradient.coalesce()
-            values = wide(gradient.values()).flatten(1)
-            return torch.dot(self.rows.to(values)[gradient.indices()[0]], values @ self.columns.to(values))
-        gradient = wide(gradient).reshape(len(self.rows), -1)
-        return torch.dot(self.rows.to(gradient), gradient @ self.columns.to(gradient))
+            return torch.dot(self.rows[gradient.indices()[0]], wide(gradient.values()).flatten(1) @ self.columns)
+        gradient = wide(gradient)
+        if len(self.columns) == 1:
+            return torch.dot(self.rows, gradient.reshape(-1))
+        return torch.dot(self.rows, gradient.reshape(len(self.rows), -1) @ self.columns)
 
 
 class Measured(NamedTuple):
@@ -59,20 +61,15 @@ class Measured(NamedTuple):
     """Squared norm of each example's gradient, shape (B,)."""
     projected: Tensor
     """<sum of them, u v^T>, 0-dim: equal to the gradient's own projection if nothing was missed."""
-    sq_terms: Tensor
-    """Sum of squares of the terms of `projected`, 0-dim: what its rounding is to be held against."""
-
-    @classmethod
-    def of(cls, sq_norms: Tensor, terms: Tensor) -> Measured:
-        """From the norms and the terms, of any shape, that sum to the projection."""
-        return cls(sq_norms, terms.sum(), sq_norm(terms))
+    sq_terms: Tensor | None = None
+    """Sum of squares of the terms of `projected`, 0-dim: what its rounding is to be held against. Only if asked for."""
 
 
 class Form(Protocol):
     """One parameter's per-example gradients, not yet formed."""
 
-    def measure(self, probe: Probe) -> Measured:
-        """Squared norms (B,), and the projection of the sum."""
+    def measure(self, probe: Probe, *, careful: bool) -> Measured:
+        """Squared norms (B,), and the projection of the sum; its terms only if `careful`."""
         ...
 
     def dense(self) -> Tensor:
@@ -87,14 +84,21 @@ class Summed:
     values: Tensor
     """Shape (B, T, numel)."""
 
-    def measure(self, probe: Probe) -> Measured:
+    def measure(self, probe: Probe, *, careful: bool) -> Measured:
         """As `Form.measure`: sum, then square."""
-        size = (len(probe.rows), len(probe.columns))
-        if size[1] == 1:
-            terms = along(self.values.unsqueeze(1), (probe.rows * probe.columns).to(self.values).unsqueeze(0))
+        dense = self.dense()
+        values = self.values if careful else dense.unsqueeze(1)
+        if len(probe.columns) == 1:
+            terms = along(values.unsqueeze(1), probe.rows.unsqueeze(0))
         else:
-            terms = (self.values.unflatten(-1, size) @ probe.columns.to(self.values)) * probe.rows.to(self.values)
-        return Measured.of(row_dots(self.dense()), terms)
+            size = (len(probe.rows), len(probe.columns))
+            terms = (values.unflatten(-1, size) @ probe.columns) * probe.rows
+        return Measured(row_dots(dense), terms.sum(), sq_norm(terms) if careful else None)
+
+    def sum_and_measure(self, probe: Probe) -> tuple[Tensor, Measured]:
+        """As `Factored.sum_and_measure`."""
+        dense = self.dense()
+        return _derived(dense.sum(0), row_dots(dense), probe)
 
     def dense(self) -> Tensor:
         """As `Form.dense`."""
@@ -112,23 +116,22 @@ class Factored:
     num_columns: int
     """I."""
 
-    def measure(self, probe: Probe) -> Measured:
+    def measure(self, probe: Probe, *, careful: bool) -> Measured:
         """As `Form.measure`, in the cheapest of three ways: product of norms, gradients, Gram matrices."""
         _, num_groups, num_positions, num_rows = self.rows.shape
-        u, v = probe.rows.to(self.rows).view(num_groups, -1), probe.columns.to(self.rows)
+        u, v = probe.rows.view(num_groups, -1), probe.columns.expand(num_groups, -1)
         direct = prefer_direct(num_positions, num_rows, self.num_columns)
-        norms: list[Tensor] = []
-        terms: list[Tensor] = []
+        measured: list[Measured] = []
         for rows, columns in self._parts(direct):
-            terms.append(along(rows, u) * along(columns, v.expand(num_groups, -1)))
+            left, right = along(rows, u).flatten(), along(columns, v).flatten()
             if num_positions == 1:
-                part = (rows.square().sum(-1) * columns.square().sum(-1)).sum((1, 2))
+                norms = (rows.square().sum(-1) * columns.square().sum(-1)).sum((1, 2))
             elif direct:
-                part = row_dots(_products(rows, columns).flatten(1))
+                norms = row_dots(_products(rows, columns).flatten(1))
             else:
-                part = row_dots((rows @ rows.mT).flatten(1), (columns @ columns.mT).flatten(1))
-            norms.append(part)
-        return Measured.of(torch.cat(norms), torch.cat(terms))
+                norms = row_dots((rows @ rows.mT).flatten(1), (columns @ columns.mT).flatten(1))
+            measured.append(Measured(norms, torch.dot(left, right), sq_norm(left * right) if careful else None))
+        return measured[0] if len(measured) == 1 else _together(measured, torch.cat([one.sq_norms for one in measured]))
 
     def dense(self) -> Tensor:
         """As `Form.dense`."""
@@ -144,9 +147,7 @@ class Factored:
             norms.append(row_dots(gradients.flatten(1)))
         total = sum_of(totals)
         total = (total if num_rows <= self.num_columns else total.mT).reshape(num_groups * num_rows, -1)
-        # The sum is the gradient by construction: what is left to be found out is whether anything was added to it.
-        sq_norms = torch.cat(norms)
-        return total, Measured(sq_norms, probe.of(total), sq_norms.sum())
+        return _derived(total, torch.cat(norms), probe)
 
     def _parts(self, direct: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows and columns of so many examples at a time as the workspace holds."""
@@ -169,19 +170,20 @@ class Scattered:
     num_rows: int
     """O."""
 
-    def measure(self, probe: Probe) -> Measured:
+    def measure(self, probe: Probe, *, careful: bool) -> Measured:
         """As `Form.measure`: positions are sorted by row, and those of one row summed."""
         num_examples, num_positions, _ = self.columns.shape
-        terms = probe.rows.to(self.columns)[self.ids] * (self.columns @ probe.columns.to(self.columns))
+        left, right = probe.rows[self.ids].flatten(), (self.columns @ probe.columns).flatten()
+        projected, sq_terms = torch.dot(left, right), sq_norm(left * right) if careful else None
         if num_positions == 1:
-            return Measured.of(self.columns.square().sum((1, 2)), terms)
+            return Measured(self.columns.square().sum((1, 2)), projected, sq_terms)
         ids, order = self.ids.sort(dim=1)
         slots = torch.zeros_like(ids)
         slots[:, 1:] = (ids[:, 1:] != ids[:, :-1]).cumsum(1)
         places = torch.empty_like(slots).scatter_(1, order, slots)
         places += torch.arange(num_examples, device=ids.device)[:, None] * num_positions
         sums = torch.zeros_like(self.columns).flatten(0, 1).index_add_(0, places.flatten(), self.columns.flatten(0, 1))
-        return Measured.of(row_dots(sums.view(num_examples, -1)), terms)
+        return Measured(row_dots(sums.view(num_examples, -1)), projected, sq_terms)
 
     def dense(self) -> Tensor:
         """As `Form.dense`."""
@@ -198,7 +200,7 @@ class Known:
     form: Form
     measured: Measured
 
-    def measure(self, probe: Probe) -> Measured:
+    def measure(self, probe: Probe, *, careful: bool) -> Measured:
         """What was measured."""
         return self.measured
 
@@ -216,12 +218,7 @@ def prefer_direct(num_positions: int, num_rows: int, num_columns: int) -> bool:
     return num_rows * num_columns <= num_positions * (num_rows + num_columns)
 
 
-def derive_pays(num_positions: int, num_rows: int, num_columns: int) -> bool:
-    """Whether a sum of T products of O x I per example is as cheap as one of all: as far as memory allows."""
-    return num_positions > 1 and num_rows * num_columns <= 4 * num_positions * (num_rows + num_columns)
-
-
-def combine(forms: Sequence[Form], probe: Probe) -> Measured:
+def combine(forms: Sequence[Form], probe: Probe, *, careful: bool) -> Measured:
     """Measure the sum of several uses of one parameter: tied weights, a layer called more than once.
 
     |a + b|^2 = |a|^2 + |b|^2 + 2<a, b>, per example. Uses of one kind are one sum over more positions; an
@@ -240,15 +237,19 @@ def combine(forms: Sequence[Form], probe: Probe) -> Measured:
     if scattered:
         ids, columns = [form.ids for form in scattered], [form.columns for form in scattered]
         merged.append(Scattered(torch.cat(ids, 1), torch.cat(columns, 1), scattered[0].num_rows))
+    measured = [known[id(form)] if id(form) in known else form.measure(probe, careful=careful) for form in merged]
     if len(merged) == 1:
-        return merged[0].measure(probe)
-    measured = [known[id(form)] if id(form) in known else form.measure(probe) for form in merged]
-    projected, sq_terms = sum_of([one.projected for one in measured]), sum_of([one.sq_terms for one in measured])
+        return measured[0]
     if len(merged) == 2 and isinstance(merged[0], Factored) and isinstance(merged[1], Scattered):
-        norms = sum_of([one.sq_norms for one in measured]) + 2 * _inner(merged[0], merged[1])
-    else:
-        norms = row_dots(sum_of([form.dense() for form in merged]))
-    return Measured(norms, projected, sq_terms)
+        cross = _inner(merged[0], merged[1])
+        return _together(measured, sum_of([one.sq_norms for one in measured]) + 2 * cross)
+    return _together(measured, row_dots(sum_of([form.dense() for form in merged])))
+
+
+def _together(measured: Sequence[Measured], sq_norms: Tensor) -> Measured:
+    """The parts of one gradient, whose norms are known together."""
+    terms = [one.sq_terms for one in measured if one.sq_terms is not None]
+    return Measured(sq_norms, sum_of([one.projected for one in measured]), sum_of(terms) if terms else None)
 
 
 def _join(forms: Sequence[Factored]) -> Factored:
@@ -284,6 +285,11 @@ def parts(num_examples: int, each: int) -> Iterator[slice]:
     return (slice(start, min(start + step, num_examples)) for start in range(0, num_examples, step))
 
 
+def _derived(total: Tensor, sq_norms: Tensor, probe: Probe) -> tuple[Tensor, Measured]:
+    """A gradient that is the sum of its examples' by construction: what is left to find out is what was added to it."""
+    return total, Measured(sq_norms, probe.of(total), sq_norms.sum())
+
+
 def _products(rows: Tensor, columns: Tensor) -> Tensor:
     """Each example's gradient, (b, G, O, I), or (b, G, I, O) where O > I: the longer dim last is faster."""
     return rows.mT @ columns if rows.shape[-1] <= columns.shape[-1] else columns.mT @ rows
@@ -307,6 +313,8 @@ def row_dots(left: Tensor, right: Tensor | None = None) -> Tensor:
     [25.0, 4.0]
     """
     right = left if right is None else right
+    if left.shape[1] <= CHUNK:
+        return (left * right).sum(1)
     pairs = zip(left.split(CHUNK, 1), right.split(CHUNK, 1), strict=True)
     return sum_of([(a * b).sum(1) for a, b in pairs])
 
@@ -314,7 +322,11 @@ def row_dots(left: Tensor, right: Tensor | None = None) -> Tensor:
 def sq_norm(tensor: Tensor) -> Tensor:
     """Squared norm over all dims, 0-dim."""
     flat = tensor.reshape(-1)
-    return sum_of([torch.dot(chunk, chunk) for chunk in flat.split(CHUNK)])
+    return (
+        torch.dot(flat, flat)
+        if len(flat) <= CHUNK
+        else sum_of([torch.dot(chunk, chunk) for chunk in flat.split(CHUNK)])
+    )
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -17,12 +17,14 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.conv import _ConvNd  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
-from largebatch.noise.per_example_forms import Factored, Form, Scattered, Summed, derive_pays, wide
+from largebatch.noise.per_example_forms import Factored, Form, Scattered, Summed, prefer_direct, wide
 
 Rule = Callable[[nn.Module, Tensor | None, Tensor], dict[str, Form]]
 """(layer, input, gradient of the output) -> form of each parameter, by its name in the layer; without an input,
 which need not be kept where the weight is frozen, of the bias alone."""
 
+DERIVABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Layers whose gradients the fast mode makes."""
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _InstanceNorm, _BatchNorm)
 """Layers that normalise: what the option `only="norm layers"` listens to."""
 
@@ -59,7 +61,7 @@ def couples(module: nn.Module) -> str | None:
 
 
 def fast_pays(module: nn.Module, x: Tensor) -> bool:
-    """Whether the fast mode is to form the weight's gradient example by example."""
+    """Whether the weight's gradient is formed example by example anyway: the fast mode then takes their sum."""
     if isinstance(module, nn.Linear):
         num_positions, groups = math.prod(x.shape[1:-1]), 1
     elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -67,7 +69,7 @@ def fast_pays(module: nn.Module, x: Tensor) -> bool:
     else:
         return False
     weight = module.weight
-    return derive_pays(num_positions, weight.shape[0] // groups, weight[0].numel())
+    return num_positions > 1 and prefer_direct(num_positions, weight.shape[0] // groups, weight[0].numel())
 
 
 def num_dims(module: nn.Module) -> int | None:

@@ -6,7 +6,7 @@ leaves a `Call`, and hooks on its output bring the gradient to the backward that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from largebatch.noise.per_example_calls import (
     reduce_examples,
 )
 from largebatch.noise.per_example_forms import Summed
-from largebatch.noise.per_example_rules import couples, fast_pays, num_dims, rule_for
+from largebatch.noise.per_example_rules import DERIVABLE, couples, fast_pays, num_dims, rule_for
 
 BROADCASTS = {"AddBackward0", "ExpandBackward0"}
 """Operations that give all examples one tensor: position embeddings, class tokens."""
@@ -37,7 +37,7 @@ RESHAPES = {"UnsqueezeBackward0", "ViewBackward0", "UnsafeViewBackward0", "Trans
 """Operations behind which it is not followed what becomes of a row."""
 
 UseOf = Callable[[Call], Use | None]
-Derive = Callable[[Call, Tensor, Tensor], Tensor]
+Derive = Callable[[Call, Tensor, Tensor], Sequence[Tensor]]
 
 
 class CallWatcher:
@@ -53,7 +53,7 @@ class CallWatcher:
             index: id of each parameter to be measured -> its index.
             layers: names of the modules that are listened to.
             use_of: what the running backward has of a call; None if it keeps nothing.
-            derive: (call, input, gradient of the output) -> the weight's gradient, for the fast mode.
+            derive: (call, input, gradient of the output) -> gradients of its parameters, for the fast mode.
         """
         self.enabled = True
         self._index, self._use_of, self._derive = index, use_of, derive
@@ -61,15 +61,14 @@ class CallWatcher:
         self._scope: Scope | None = None
         self.replaying = False
         """Whether a layer is being run again by torch.func: such calls are none."""
-        self._frozen: Tensor | None = None
-        self._thawed: Tensor | None = None
+        self._frozen: tuple[nn.Module, dict[str, Tensor]] | None = None
+        self._thawed: tuple[nn.Module, dict[str, Tensor]] | None = None
         self._handles: list[Any] = []
         named = list(model.named_modules())
         for name, module in named:
             add = self._handles.append
             add(module.register_forward_pre_hook(self._on_enter, with_kwargs=True))
-            weight = getattr(module, "weight", None)
-            if derive is not None and isinstance(weight, nn.Parameter) and name in layers:
+            if derive is not None and name in layers and isinstance(module, DERIVABLE):
                 add(module.register_forward_pre_hook(self._freeze))
                 add(module.register_forward_hook(self._thaw, always_call=True))
             if isinstance(module, _BatchNorm) or (name in layers and self._own(module)):
@@ -119,23 +118,26 @@ class CallWatcher:
             self._find_shared(calls, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
 
     def _freeze(self, module: nn.Module, args: Any) -> None:
-        """The fast mode: let the layer run without its weight's gradient, which `Deliver` will make."""
-        weight = module.weight
-        if not isinstance(weight, Tensor) or not weight.requires_grad or not self._watching() or len(args) != 1:
+        """The fast mode: let the layer run without its parameters' gradients, which `Deliver` will make."""
+        if not self._watching() or len(args) != 1 or rule_for(module) is None or not fast_pays(module, args[0]):
             return
-        if rule_for(module) is not None and fast_pays(module, args[0]):
-            weight.requires_grad_(False)
-            self._frozen = weight
+        own = dict(module.named_parameters(recurse=False))
+        names = list(self._own(module).values())
+        if "weight" in names:
+            self._frozen = (module, {name: own[name] for name in names})
+            for parameter in self._frozen[1].values():
+                parameter.requires_grad_(False)
 
     def _thaw(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The layer has run, or raised: its weight is as it was."""
-        if self._frozen is not None:
-            self._frozen.requires_grad_(True)
+        """The layer has run, or raised: its parameters are as they were."""
+        if self._frozen is not None and self._frozen[0] is module:
+            for parameter in self._frozen[1].values():
+                parameter.requires_grad_(True)
             self._thawed, self._frozen = self._frozen if output is not None else None, None
 
     def _on_call(self, name: str, listening: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """A layer was called: keep what its rule will need, and listen to its output."""
-        thawed, self._thawed = self._thawed is not None and self._thawed is module.weight, None
+        thawed, self._thawed = self._thawed if self._thawed and self._thawed[0] is module else None, None
         scope = self._scope
         if scope is None or not self._watching():
             return None
@@ -156,10 +158,10 @@ class CallWatcher:
             return None
         x = args[0] if args else next(iter(kwargs.values()))
         call.refusal = call.refusal or self._misshapen(call, x)
-        if thawed:
-            assert self._derive is not None, name
-            output = Deliver.apply(output, x, module.weight, partial(self._derive, call))
-        elif "weight" in names.values():
+        if thawed is not None:
+            assert self._derive is not None and thawed[1].keys() == set(names.values()), name
+            return Deliver.apply(output, x, partial(self._derive, call), *thawed[1].values())
+        if "weight" in names.values():
             call.kept = keep(self._anchor, [x])
         # A Linear over several leading dims gives a view of its result; written into, its hooks move to that.
         whole = output._base if output._is_view() else None
@@ -169,7 +171,7 @@ class CallWatcher:
             if isinstance(module, nn.Embedding) and (call.refusal is not None or (x.dim() == 1 < scope.num_dims)):
                 call.shape, call.node = output.shape, output.grad_fn
                 scope.candidates.append(call)
-        return output if thawed else None
+        return None
 
     def _misshapen(self, call: Call, x: Tensor) -> str | None:
         """Why this input has no examples in dim 0; None if it has, for all that its shape says."""
