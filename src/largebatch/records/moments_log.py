@@ -212,7 +212,9 @@ def read_moments(path: Path) -> MomentsTable:
                 column.append(line[name])
             _append(total, line)
             for name, part in line["groups"].items():
-                _append(groups.setdefault(name, _columns(row)), part)
+                if name not in groups:
+                    groups[name] = _columns(row)
+                _append(groups[name], part)
             _append(preconditioned, line["preconditioned"] or {"trace_cov": math.nan, "grad_sq_norm": math.nan})
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise RecordError(f"{path}, line {row + 2}: this is no measured step ({error!r}).") from error
