@@ -7,7 +7,11 @@ import torch
 from torch import nn
 
 from largebatch.errors import ConfigError
-from largebatch.noise.collect import GradientCollector
+from largebatch.noise import collect as collect_module
+from largebatch.noise.collect import GradientCollector, share_out
+from largebatch.noise.monitor import NoiseScaleMonitor
+from largebatch.noise.norms import sq_norm_dots
+from oracles import noise_moments as oracle
 
 
 def parameter(*values):
@@ -241,3 +245,114 @@ def test_mixed_precisions_come_home_in_one_stack():
 def test_nothing_to_train_is_refused():
     with pytest.raises(ConfigError, match="nothing to measure"):
         GradientCollector(nn.ReLU(), default_units=1)
+
+
+@pytest.mark.parametrize("size", [1e-24, 1e-22, 1e-12, 1.0, 1e15, 1e21])
+def test_gradients_of_any_length_are_measured_from_the_second_step_on(size, caplog):
+    model = nn.Linear(4, 1, bias=False)
+    draws = torch.randn(6, 2, 4, generator=torch.Generator().manual_seed(0)) + 1
+    with NoiseScaleMonitor(model, microbatch=1, every=1) as monitor:
+        found = []
+        for step in draws:
+            model.zero_grad()
+            for part in step:
+                (model(part * size) / 2).sum().backward()
+            found.append(monitor.step())
+        for moments, step in zip(found[1:], draws[1:].double().numpy() * size, strict=True):
+            trace, signal = oracle.of_microbatches(step, [1, 1])
+            assert moments.trace_cov == pytest.approx(trace, rel=1e-4)
+            assert moments.grad_sq_norm == pytest.approx(signal, rel=1e-4, abs=1e-4 * trace)
+    ordinary = 1e-15 < size < 1e18
+    assert (found[0] is not None) == ordinary
+    assert monitor.num_skipped == (0 if ordinary else 1)
+    assert ("float32" in caplog.text) != ordinary
+
+
+def test_measuring_returns_to_float32_after_a_gradient_that_is_not_finite():
+    w = parameter(1.0)
+    with NoiseScaleMonitor(nn.ParameterList([w]), microbatch=1, every=1) as monitor:
+        seen = []
+        for factor in (1.0, float("inf"), 1.0, 1.0):
+            w.grad = None
+            for _ in range(2):
+                (factor * w).sum().backward()
+            seen.append((monitor.step() is not None, monitor._collector.wide))
+    assert seen == [(True, False), (False, True), (True, False), (True, False)]
+
+
+def test_a_step_without_hooks_leaves_the_parameters_as_they_were():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    collector = GradientCollector(model, default_units=1)
+
+    def num_hooks():
+        return sum(len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+    assert num_hooks() == 8
+    for _ in range(2):
+        collector.enabled = False
+        assert num_hooks() == 0
+        collector.enabled = True
+        assert num_hooks() == 8
+    collector.close()
+    collector.enabled = False
+    collector.enabled = True
+    assert num_hooks() == 0
+
+
+@pytest.mark.parametrize("counts", [(2, 2, 2), (3, 3, 5), (4, 4, 2), (2, 1, 3)])
+def test_the_sum_is_right_however_many_microbatches_a_step_has(counts):
+    v, w = parameter(1.0, 1.0), parameter(1.0)
+    collector = collect(v, w)
+    for count in counts:
+        v.grad = w.grad = None
+        for k in range(count):
+            loss = (v @ torch.tensor([3.0, 4.0 + k])).sum()
+            # The last backward of a longer step does not reach w, whose sum was read before.
+            (loss if k == 4 else loss + 5 * w.sum()).backward()
+        assert take(collector).sq_norm_step == v.grad.square().sum().item() + w.grad.square().sum().item()
+
+
+def test_the_sum_is_read_while_it_is_in_the_cache_and_no_gradient_twice(monkeypatch):
+    w = parameter(1.0, 1.0)
+    collector = collect(w)
+    reads = []
+    plain = sq_norm_dots
+    monkeypatch.setattr(collect_module, "sq_norm_dots", lambda *a, **k: reads.append(a[0].tolist()) or plain(*a, **k))
+    for step in range(2):
+        w.grad = None
+        reads.clear()
+        for k in range(2):
+            (w @ torch.tensor([1.0, 2.0 + k])).backward()
+        assert len(reads) == (2 if step == 0 else 3)  # the sum: after the step at first, then in its last backward
+        take(collector)
+        assert reads == [[1.0, 2.0], [1.0, 3.0], [2.0, 5.0]]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_compiled_model_measures_what_the_plain_one_does(every):
+    def run(compiled):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        called = torch.compile(model, backend="aot_eager") if compiled else model
+        found = []
+        with NoiseScaleMonitor(called, microbatch=2, every=every) as monitor:
+            for _ in range(7):
+                model.zero_grad()
+                for part in torch.randn(3, 2, 4):
+                    (called(part).square().mean() / 3).backward()
+                found.append(monitor.step())
+        return [(m.trace_cov, m.grad_sq_norm) for m in found if m is not None]
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):  # hooks that come and go are no reason to
+        compiled = run(True)
+    assert len(compiled) == len(range(0, 7, every))
+    assert compiled == [pytest.approx(moments, rel=1e-5) for moments in run(False)]
+
+
+def test_gradients_are_shared_out_evenly_by_size():
+    sizes = [1_000_000, 10, 600_000, 500_000, 10, 10, 300_000]
+    for world_size in (1, 2, 3):
+        shares = share_out(sizes, world_size)
+        loads = [sum(size for size, rank in zip(sizes, shares, strict=True) if rank == r) for r in range(world_size)]
+        assert max(loads) - min(loads) <= 300_000 or max(loads) == 1_000_000

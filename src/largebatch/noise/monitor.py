@@ -10,7 +10,6 @@ Three lines in a loop that accumulates K >= 2 backwards a step, or that runs on 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -160,6 +159,7 @@ class NoiseScaleMonitor:
         self._unsettled: tuple[int, Tensor, Any, StepNorms] | None = None
         self._last_end: float | None = None
         self._device = next(model.parameters()).device
+        self._num_elements, self._wide = sum(p.numel() for p in model.parameters() if p.requires_grad), False
         self._defer = self._device.type != "cpu"
         sharded = partial(ShardedCollector, loss_scaling=loss_scaling)
         self._collector = (sharded if self._layout.kind == "fsdp" else GradientCollector)(
@@ -171,7 +171,6 @@ class NoiseScaleMonitor:
             num_rows=len(self._partition.names),
             weigh=None if precondition_by is None else metric_of(precondition_by),
         )
-
         self._per_example: Any = None
         if per_example:
             if precondition_by is not None:
@@ -262,7 +261,7 @@ class NoiseScaleMonitor:
         norms, failure = None, None
         try:
             unscaled = is_unscaled(self._scaler)
-            norms = self._take(may_be_unscaled=unscaled)
+            norms = replace(self._take(may_be_unscaled=unscaled), wide=self._collector.wide)
             vote = self._cadence.every() if self._cadence is not None else self._every
             payload = pack(
                 norms, loss_scaling=self._loss_scaling, vote=vote if self._layout.rank == 0 else 0,
@@ -331,11 +330,11 @@ class NoiseScaleMonitor:
         self._voted = sums.vote
         if sums.stale:
             raise ConfigError("gradients were not zero before this step's first backward: call zero_grad() each step.")
-        lone = sums.num_microbatches == 1 and self._ledger.last_batch is not None
-        if sums.num_skipped or lone or not all(map(math.isfinite, sums.values)):
+        self._wide = sums.leaves_float32(self._num_elements)
+        first = self._ledger.last_batch is None
+        cause = sums.why_skipped(self._num_elements, own=norms.skip, wide=norms.wide, may_be_lone=first)
+        if cause:
             self.num_skipped += 1
-            cause = "it has one microbatch only" if lone else "a gradient is not finite"
-            cause = (norms.skip or "another worker gave it up") if sums.num_skipped else cause
             logger.warning("noise scale: step %d is not measured: %s.", step, cause)
             return None
         if sums.changed:
@@ -359,6 +358,7 @@ class NoiseScaleMonitor:
             "voted": self._voted,
             "next": self._next,
             "buffering": self._collector.buffering,
+            "wide": self._wide,
             "ledger": self._ledger.state_dict(),
         }
 
@@ -366,16 +366,16 @@ class NoiseScaleMonitor:
         """Go on from `state`; raises CheckpointError if it is none, or was saved with other settings."""
         try:
             numbers = {name: int(state[name]) for name in ("num_steps", "num_skipped", "every", "voted", "next")}
-            buffering = bool(state["buffering"])
+            buffering, wide = bool(state["buffering"]), bool(state["wide"])
             self._ledger.load_state_dict(state["ledger"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"this is no state of a NoiseScaleMonitor: {error!r}.") from error
         self.num_steps, self.num_skipped, self._every, self._voted, self._next = numbers.values()
-        self._collector.buffering = buffering
+        self._collector.buffering, self._wide = buffering, wide
         self._enable()
 
     def _enable(self) -> None:
-        self._collector.enabled = self.num_steps + 1 >= self._next
+        self._collector.enabled, self._collector.wide = self.num_steps + 1 >= self._next, self._wide
         if self._per_example is not None:
             self._per_example.enabled = self._collector.enabled
 

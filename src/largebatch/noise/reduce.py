@@ -8,6 +8,7 @@ all of them together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,6 +25,10 @@ on one worker), its own units in the step, the microbatch's units, or 1."""
 
 _K, _UNITS, _R, _R_OVER_B, _R2_OVER_B, _STALE, _CHANGED, _SKIPPED, _REFUSED, _VOTE = range(10)
 _HEADER = 10
+LEAST = 1e-33
+"""Mean square of gradients' elements from which float32 is wide enough."""
+MOST = 1e36
+"""Square of the gradients' length up to which it is."""
 CHANGE = 1e-3
 """Relative change of a gradient's squared norm that is more than the rounding of a division by the loss scale."""
 
@@ -67,6 +72,37 @@ class StepSums:
     def vote(self) -> int:
         """The cadence that rank 0 wants."""
         return round(self.values[_VOTE])
+
+    def leaves_float32(self, num_elements: int) -> bool:
+        """Whether float32 cannot square gradients of so many elements and this length, or a gradient is not finite."""
+        return not (all(map(math.isfinite, self.values)) and self._total <= MOST and not self._is_below(num_elements))
+
+    @property
+    def _total(self) -> float:
+        rows = self.num_rows // 2 if self.weighed else self.num_rows
+        return sum(self.values[_HEADER + self.num_rows :][:rows])
+
+    def _is_below(self, num_elements: int) -> bool:
+        return self._total < LEAST * num_elements
+
+    def why_skipped(self, num_elements: int, *, own: str, wide: bool, may_be_lone: bool) -> str:
+        """Why the step cannot be used; empty if it can.
+
+        Args:
+            num_elements: elements of all gradients.
+            own: this worker's reason.
+            wide: whether squares were taken in float64.
+            may_be_lone: whether one microbatch in all is an error, and no reason to skip.
+        """
+        if self.num_skipped:
+            return own or "another worker gave it up"
+        if self.num_microbatches == 1 and not may_be_lone:
+            return "it has one microbatch only"
+        if not all(map(math.isfinite, self.values)):
+            return "a gradient is not finite" + ("" if wide else ", or its square is not in float32 (next is float64)")
+        if not wide and self._is_below(num_elements):
+            return "squares of its gradients fall below float32's range; the next are taken in float64"
+        return ""
 
     def moments(self, dataset_size: int | None = None) -> list[StepMoments]:
         """Moments of each row; raises ConfigError for a single microbatch (`solve_two_sizes`)."""

@@ -28,6 +28,8 @@ class StepNorms:
     """0-dim. Squared norm of one parameter's gradient at the last backward's end."""
     mark_now: Tensor
     """0-dim. The same now: another value means that gradients were changed in between."""
+    wide: bool = False
+    """Whether squares were taken in float64."""
     weighed: bool = False
     """Whether the second half of the rows holds the norms in the second metric."""
 
