@@ -23,10 +23,9 @@ TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ids=lambda value: value[0] if isinstance(value, list) else str(value),
 )
 def test_an_example_runs_and_counts_each_step_once(command, steps):
-    result = subprocess.run(
-        [sys.executable, *([] if "transformers" in command[0] else TWO), str(ROOT / "examples" / command[0]), *command[1:]],
-        capture_output=True, text=True, timeout=240, cwd=ROOT,
-    )  # fmt: skip
+    launcher = [] if "transformers" in command[0] else TWO
+    command = [sys.executable, *launcher, str(ROOT / "examples" / command[0]), *command[1:]]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-4000:]
     assert f"{steps} optimizer steps, {steps} counted" in result.stdout
     assert len(re.findall(r"^B_simple", result.stdout, flags=re.MULTILINE)) == 1
