@@ -274,3 +274,38 @@ def test_an_accumulation_that_the_data_s_end_cuts_in_two_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="ended inside an accumulation"):
         train(make_model(), tmp_path, rows=Endless(), max_steps=8)
+
+
+class HalfPrecision(Recording):
+    """A gradient scaler as fp16 has one, which a CPU has not; the Trainer then scales the loss by it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
+@pytest.mark.parametrize("divided", [True, False], ids=["by the step's labels", "by the accumulation"])
+def test_a_loss_scale_is_divided_out(divided, tmp_path):
+    models = make_model(), make_model()
+    for model in models:
+        model.accepts_loss_kwargs = divided
+    plain, scaled = (
+        train(model, tmp_path, cls=cls, max_steps=1)
+        for model, cls in zip(models, (Recording, HalfPrecision), strict=True)
+    )
+    assert scaled.accelerator.scaler.get_scale() == 1024
+    assert scaled.measured[0].trace_cov == pytest.approx(plain.measured[0].trace_cov, rel=1e-6)
+    assert scaled.measured[0].grad_sq_norm == pytest.approx(plain.measured[0].grad_sq_norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(reentrant, tmp_path):
+    plain = train(make_model(), tmp_path, max_steps=3)
+    again = train(
+        make_model(), tmp_path, max_steps=3, gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+    )  # fmt: skip
+    for mine, other in zip(again.measured, plain.measured[-len(again.measured) :], strict=True):
+        assert mine.trace_cov == pytest.approx(other.trace_cov, rel=1e-5)
+        assert mine.grad_sq_norm == pytest.approx(other.grad_sq_norm, rel=1e-5)
+    assert again.monitor.num_steps == 3
