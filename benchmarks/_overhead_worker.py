@@ -117,13 +117,19 @@ def gns_pytorch(name: str) -> Step:
     return loop
 
 
-def k_diffusion(name: str) -> Step:
-    """Its DDP hook; read once a step, since it raises under no_sync()."""
+def gradient_noise_scale_of_k_diffusion() -> Any:
+    """Its module gns.py alone: importing the package would need some fifteen others."""
     path = next(str(file.locate()) for file in importlib.metadata.files("k-diffusion") or () if file.name == "gns.py")
     spec = importlib.util.spec_from_file_location("k_diffusion_gns", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def k_diffusion(name: str) -> Step:
+    """Its DDP hook; read once a step, since it raises under no_sync()."""
+    module = gradient_noise_scale_of_k_diffusion()
     loop = Loop(name)
     hook, scale = module.DDPGradientStatsHook(loop.model), module.GradientNoiseScale()
     loop.on_end = lambda: scale.update(*hook.get_stats(), 32, 64)
@@ -133,12 +139,12 @@ def k_diffusion(name: str) -> Step:
 PEERS = {"fairscale": fairscale, "adaptdl": adaptdl, "gns-pytorch": gns_pytorch, "k-diffusion": k_diffusion}
 
 
-def compare(name: str, pairs: int, *, skip: tuple[str, ...] = ()) -> dict[str, Any]:
+def compare(name: str, pairs: int, *, warmup: int = 3, skip: tuple[str, ...] = ()) -> dict[str, Any]:
     """Ratios of step time on one work: measured steps, unmeasured ones, peers; and the share that "auto" sees."""
     plain = Loop(name)
     monitored, monitor = ours(name, "auto")
     found: dict[str, Any] = {
-        "every step": paired_ratio(monitored, plain, pairs=pairs, warmup=3),
+        "every step": paired_ratio(monitored, plain, pairs=pairs, warmup=warmup),
         "unmeasured": paired_ratio(unmeasured(name), plain, pairs=pairs, warmup=1),
         "share": monitor._cadence.share() if monitor._cadence else None,
     }
@@ -149,7 +155,7 @@ def compare(name: str, pairs: int, *, skip: tuple[str, ...] = ()) -> dict[str, A
             continue
         label = f"{peer} {importlib.metadata.version(peer)}"
         few = max(1, pairs // 8) if peer == "gns-pytorch" else pairs
-        found[label] = paired_ratio(make(name), plain, pairs=few, warmup=1)
+        found[label] = paired_ratio(make(name), plain, pairs=few, warmup=0 if peer == "gns-pytorch" else 1)
     return found
 
 
@@ -164,8 +170,9 @@ def memory(name: str, on: bool, steps: int) -> dict[str, Any]:
 def main() -> None:
     """Print one JSON line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("name")
-    parser.add_argument("--pairs", type=int, default=1)
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--pairs", type=int, nargs="+", required=True)
+    parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--meet", default="")
     parser.add_argument("--memory", choices=["on", "off"])
@@ -176,9 +183,12 @@ def main() -> None:
         os.environ |= {"RANK": str(options.rank), "LOCAL_RANK": str(options.rank), "WORLD_SIZE": "2"}
         dist.init_process_group("gloo", init_method=f"file://{options.meet}", rank=options.rank, world_size=2)
     if options.memory:
-        result = memory(options.name, options.memory == "on", options.pairs)
+        result = memory(options.names[0], options.memory == "on", options.pairs[0])
     else:
-        result = compare(options.name, options.pairs)
+        result = {
+            name: compare(name, pairs, warmup=options.warmup)
+            for name, pairs in zip(options.names, options.pairs, strict=True)
+        }
     if options.rank == 0:
         print(json.dumps(result), flush=True)
     if options.meet:

@@ -18,7 +18,7 @@ from _harness import arguments, claim, peers_python
 from _models import WORKS
 
 OVERHEAD = 0.01
-PAIRS = {"small CNN": (12, 300), "ResNet-18": (1, 40), "GPT": (3, 100)}
+PAIRS = {"small CNN": (12, 300), "ResNet-18": (1, 40), "GPT": (2, 100)}
 WORKER = str(Path(__file__).with_name("_overhead_worker.py"))
 
 
@@ -29,9 +29,9 @@ def main() -> None:
     peers: dict[str, dict[str, float]] = {}
     fine: list[bool] = []
     for workers in (1, 2):
-        for name in WORKS:
-            pairs = PAIRS[name][0 if options.quick else 1]
-            found = compare(name, pairs, workers)
+        # The quick run leaves out ResNet-18 under DDP, which takes longest.
+        names = [name for name in WORKS if not (options.quick and workers == 2 and name == "ResNet-18")]
+        for name, found in compare(names, workers, quick=options.quick).items():
             where = f"{name}, {'alone' if workers == 1 else 'DDP x2'}"
             share, measured, unmeasured = found.pop("share"), found.pop("every step"), found.pop("unmeasured")
             every = max(1, math.ceil(share / OVERHEAD))
@@ -43,7 +43,7 @@ def main() -> None:
             peers |= {peer: peers.get(peer, {}) | {where: round(ratio[0], 3)} for peer, ratio in found.items()}
             fine += [default <= 1.01, every <= 20, name == "small CNN" or measured[0] <= 1.03]
             fine += [measured[0] < ratio[0] for ratio in found.values()]
-    value["peak_memory"] = round(memory_ratio(3 if options.quick else 10), 4)
+    value["peak_memory"] = round(memory_ratio(1 if options.quick else 10), 4)
     claim(
         "measuring costs at most 1 % of the time at the default cadence and 3 % at every step, less than each peer",
         value=value,
@@ -61,9 +61,10 @@ def main() -> None:
     )
 
 
-def compare(name: str, pairs: int, workers: int) -> dict[str, Any]:
-    """What _overhead_worker.py says."""
-    command = [str(peers_python()), WORKER, name, "--pairs", str(pairs)]
+def compare(names: list[str], workers: int, *, quick: bool) -> dict[str, dict[str, Any]]:
+    """What _overhead_worker.py says of each work."""
+    pairs = [str(PAIRS[name][0 if quick else 1]) for name in names]
+    command = [str(peers_python()), WORKER, *names, "--pairs", *pairs, "--warmup", "1" if quick else "3"]
     if workers == 1:
         return last_line(subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout)
     with tempfile.TemporaryDirectory() as folder:
