@@ -248,9 +248,8 @@ class PerExampleCollector:
             self._pending.clear()
         use = backward.by_call.get(id(call))
         if use is None:
-            refusal, tensors = call.take_tensors(number)
-            backward.refusal = backward.refusal or refusal
-            use = backward.by_call[id(call)] = Use(call=call, tensors=tensors)
+            gone, tensors = call.take_tensors(number)
+            use = backward.by_call[id(call)] = Use(call=call, tensors=tensors, gone=gone)
             for index in call.names:
                 backward.uses.setdefault(index, []).append(use)
         return use
@@ -281,8 +280,10 @@ class PerExampleCollector:
         if backward is None or backward.number != number:
             backward = self._running = self._backwards.get(number) or _Backward(number=number)
         uses = backward.uses.pop(index, [])
+        refusal = next((use.gone or use.call.refusal for use in uses if use.gone or use.call.refusal), None)
         if not uses:
             refusal = f"the gradient of {name!r} came from outside the layers whose examples are seen. {REMEDY}"
+        if refusal is not None:
             self._pending[index] = _Arrival(backward=backward, uses=uses, refusal=refusal)
             return
         self._watcher.replaying = True

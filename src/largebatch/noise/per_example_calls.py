@@ -82,12 +82,12 @@ class Call:
             return f"the input of {self.name!r} is gone ({reason}). Do not write into it after the layer.", ()
 
     def commit(self, parameter: int, backward: int) -> str | None:
-        """A gradient was accumulated: keep the tensors no longer than all of them; why it does not count, or None."""
+        """A gradient was accumulated: keep the tensors no longer than all of them; why no example has one, or None."""
         self.scope.taken_by = backward
         self.open.discard(parameter)
         if not self.open:
             self.kept = None
-        return self.refusal or self.scope.refusal
+        return self.scope.refusal
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -96,6 +96,8 @@ class Use:
 
     call: Call
     tensors: tuple[Tensor, ...]
+    gone: str | None = None
+    """Why there are no tensors."""
     grads: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """Gradient of each output, by its position."""
     known: dict[str, Form] = field(default_factory=dict[str, Form])

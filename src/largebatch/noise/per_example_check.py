@@ -39,8 +39,8 @@ def check_independent(losses: Tensor, outputs: Tensor) -> None:
     """
     if losses.dim() != 1 or outputs.dim() < 1 or len(outputs) != len(losses):
         raise ConfigError(
-            f"one loss and one row for each example are needed; got losses of shape {tuple(losses.shape)} and outputs of "
-            f"shape {tuple(outputs.shape)}. Use reduction='none' and average over positions."
+            f"one loss and one row for each example are needed; got losses of shape {tuple(losses.shape)} and outputs "
+            f"of shape {tuple(outputs.shape)}. Use reduction='none' and average over positions."
         )
     weights = torch.randn(len(losses), generator=torch.Generator().manual_seed(0)).to(losses)
     (plain,) = torch.autograd.grad(losses.sum(), outputs, retain_graph=True)

@@ -62,6 +62,8 @@ def couples(module: nn.Module) -> str | None:
 
 def fast_pays(module: nn.Module, x: Tensor) -> bool:
     """Whether the weight's gradient is formed example by example anyway: the fast mode then takes their sum."""
+    if x.dim() < num_dims(module):
+        return False
     if isinstance(module, nn.Linear):
         num_positions, groups = math.prod(x.shape[1:-1]), 1
     elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -72,13 +74,13 @@ def fast_pays(module: nn.Module, x: Tensor) -> bool:
     return num_positions > 1 and prefer_direct(num_positions, weight.shape[0] // groups, weight[0].numel())
 
 
-def num_dims(module: nn.Module) -> int | None:
-    """Fewest dims of an input that has examples; None if any number will do."""
+def num_dims(module: nn.Module) -> int:
+    """Fewest dims of an input that has examples."""
     if isinstance(module, _ConvNd):
         return len(module.kernel_size) + 2
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return len(module.normalized_shape) + 1
-    return 1 if isinstance(module, nn.Embedding) else 2
+    return 1 if isinstance(module, nn.Embedding) or rule_for(module) is None else 2
 
 
 def linear(module: nn.Module, x: Tensor | None, grad: Tensor) -> dict[str, Form]:

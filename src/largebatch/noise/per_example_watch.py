@@ -148,7 +148,8 @@ class CallWatcher:
         if not names:
             return None
         call = Call(module=module, name=name, scope=scope, rule=rule_for(module), names=names, open=set(names))
-        if torch._C._current_graph_task_id() >= 0:  # pyright: ignore[reportPrivateUsage]
+        again = torch._C._current_graph_task_id() >= 0  # pyright: ignore[reportPrivateUsage]
+        if again:
             call.refusal = (
                 f"{name!r} ran inside a backward, as activation checkpointing does with use_reentrant=True. Use "
                 "use_reentrant=False."
@@ -168,7 +169,8 @@ class CallWatcher:
         if output.requires_grad:
             target = whole if whole is not None and whole.numel() == output.numel() else output
             target.register_hook(partial(self._on_output, call, 0, output.shape))
-            if isinstance(module, nn.Embedding) and (call.refusal is not None or (x.dim() == 1 < scope.num_dims)):
+            shareable = isinstance(module, nn.Embedding) and not again
+            if shareable and (call.refusal is not None or x.dim() == 1 < scope.num_dims):
                 call.shape, call.node = output.shape, output.grad_fn
                 scope.candidates.append(call)
         return None
@@ -176,7 +178,7 @@ class CallWatcher:
     def _misshapen(self, call: Call, x: Tensor) -> str | None:
         """Why this input has no examples in dim 0; None if it has, for all that its shape says."""
         num_examples = call.scope.num_examples
-        if x.dim() >= (num_dims(call.module) or 1) and len(x) == num_examples:
+        if x.dim() >= num_dims(call.module) and len(x) == num_examples:
             return None
         return (
             f"{call.name!r} ({type(call.module).__name__}) got an input of shape {tuple(x.shape)} while "
@@ -189,6 +191,7 @@ class CallWatcher:
         module, scope = call.module, call.scope
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        again = call.refusal is not None
         call.inputs = pytree.tree_unflatten([KEPT if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         call.kept = keep(self._anchor, tensors)
         call.refusal = call.refusal or per_example_fallback.refusal(module)
@@ -199,7 +202,8 @@ class CallWatcher:
         for position, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(partial(self._on_output, call, position, leaf.shape))
-        if next(module.children(), None) is not None and not isinstance(module, nn.MultiheadAttention):
+        whole = isinstance(module, nn.MultiheadAttention) or next(module.children(), None) is None
+        if not whole and not again:
             scope.candidates.append(call)
 
     def _on_output(self, call: Call, position: int, shape: torch.Size, grad: Tensor) -> None:
