@@ -18,7 +18,7 @@ from _harness import arguments, claim, peers_python
 from _models import WORKS
 
 OVERHEAD = 0.01
-PAIRS = {"small CNN": (12, 300), "ResNet-18": (1, 40), "GPT": (2, 100)}
+PAIRS = {"small CNN": (8, 300), "ResNet-18": (1, 40), "GPT": (1, 100)}
 WORKER = str(Path(__file__).with_name("_overhead_worker.py"))
 
 
