@@ -2,12 +2,12 @@
 
 import copy
 import gc
-import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -64,6 +64,17 @@ class Patches(nn.Module):
         return self.head(functional.gelu(x)[:, 0])
 
 
+class Gate(nn.Module):
+    """A container with a parameter of its own that no broadcast gives away."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.gain = nn.Linear(3, 3), nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
+
+    def forward(self, x):
+        return torch.tanh(self.fc(x) * self.gain)
+
+
 class Scale(nn.Module):
     """A layer nobody has a rule for."""
 
@@ -102,6 +113,7 @@ MODELS = {
     ),
     "patches": lambda: (Patches(), images(3, 3, 4, 4)),
     "no rule": lambda: (nn.Sequential(nn.Linear(3, 4), Scale(), nn.PReLU(4), nn.Linear(4, 2)), images(4, 3)),
+    "a gate": lambda: (nn.Sequential(nn.Linear(3, 3), Gate(), nn.Linear(3, 2)), images(4, 3)),
     "transposed": lambda: (nn.Sequential(nn.ConvTranspose2d(2, 3, 3, stride=2), nn.Tanh()), images(3, 2, 4, 4)),
 } | {
     f"gpt, {'tied' if tied else 'untied'}, places {positions}, {len(ids)} examples":
@@ -270,23 +282,33 @@ def test_probes_and_forwards_without_a_backward_leave_no_trace():
     assert collector.take() == []
 
 
-def test_what_a_forward_kept_is_freed_with_it_and_after_its_backward():
-    layer = nn.Linear(3, 2)
-    collector = PerExampleCollector(layer)
+def test_what_was_kept_is_freed_with_the_forward_and_with_the_backward():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    collector = PerExampleCollector(model)
+    kept = []
+    model[2].register_forward_hook(lambda module, args, output: kept.append(StorageWeakRef(args[0].untyped_storage())))
+
+    def told(grad):
+        kept.append(StorageWeakRef(grad.untyped_storage()))
+
     gc.disable()  # no cycles: references alone free it
     try:
-        x = torch.randn(4, 3)
-        alive = weakref.ref(x)
-        output = layer(x)
-        del x, output
-        assert alive() is None
-        x = torch.randn(4, 3)
-        alive = weakref.ref(x)
-        loss = layer(x).sum()
+        model(torch.randn(4, 3))
+        assert kept.pop().expired(), "no backward came"
+        output = model(torch.randn(4, 3))
+        output.register_hook(told)
+        loss = output.square().sum()
+        del output
         loss.backward()
-        del x
-        assert alive() is None, "the loss is still there, but its graph has been used"
-        assert collector.take()
+        assert [ref.expired() for ref in kept] == [True, True], "the loss is still there, but its graph has been used"
+        kept.clear()
+        x = torch.randn(4, 3, requires_grad=True)
+        output = model(x)
+        output.register_hook(told)
+        (_,) = torch.autograd.grad(output.square().sum(), x)
+        del output
+        assert [ref.expired() for ref in kept] == [True, True], "a probe is over"
+        assert len(collector.take()) == 1
     finally:
         gc.enable()
 
@@ -307,20 +329,20 @@ def test_checkpointing_is_measured_once_and_saves_what_it_saves():
     model, x = Model().double(), images(4, 5, 3).double().requires_grad_()
     truth = by_torch_func(model, x.detach())
     kept = []
-    original, block[2].forward = block[2].forward, lambda x: (kept.append(weakref.ref(x)), original(x))[1]
+    block[1].register_forward_hook(lambda module, args, output: kept.append(StorageWeakRef(output.untyped_storage())))
     for fast in (False, True):
         collector = PerExampleCollector(model, fast=fast)
+        kept.clear()
         output = model(x, "checkpoint")
-        del block[2].forward
-        assert kept[-1]() is None, "the inner input is held though it will be computed again"
+        assert kept[0].expired(), "the input of block[2] is held though it will be computed again"
         total(output).backward()
+        assert len(kept) == 2
         (norms,) = collector.take()
         torch.testing.assert_close(norms[0], truth, rtol=1e-10, atol=0)
         total(model(x, "reentrant")).backward()
         with pytest.raises(ConfigError, match="use_reentrant=False"):
             collector.take()
         collector.close()
-        block[2].forward = lambda x: (kept.append(weakref.ref(x)), original(x))[1]
 
 
 def test_autocast_is_widened_before_squaring():

@@ -237,6 +237,18 @@ class PerExampleCollector:
             if excess <= 1:
                 self._verified.add((name, *layers))
 
+    def _run(self, number: int) -> _Backward:
+        """Another backward begins; when it ends, what it left behind is let go (a probe leaves all)."""
+
+        def end() -> None:
+            if self._running is not None and self._running.number == number:
+                self._running = None
+
+        self._pending.clear()
+        self._running = self._backwards.get(number) or _Backward(number=number)
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # pyright: ignore
+        return self._running
+
     def _use_of(self, call: Call) -> Use | None:
         """What the running backward has of a call, while it goes through it; None if nothing is to be kept."""
         number = _backward_id()
@@ -244,12 +256,12 @@ class PerExampleCollector:
             return None
         backward = self._running
         if backward is None or backward.number != number:
-            backward = self._running = self._backwards.get(number) or _Backward(number=number)
-            self._pending.clear()
+            backward = self._run(number)
         use = backward.by_call.get(id(call))
         if use is None:
             gone, tensors = call.take_tensors(number)
-            use = backward.by_call[id(call)] = Use(call=call, tensors=tensors, gone=gone)
+            use = Use(call=call, tensors=tensors, gone=gone, waiting=set(call.names))
+            backward.by_call[id(call)] = use
             for index in call.names:
                 backward.uses.setdefault(index, []).append(use)
         return use
@@ -278,8 +290,12 @@ class PerExampleCollector:
         name = self._names[index]
         backward = self._running
         if backward is None or backward.number != number:
-            backward = self._running = self._backwards.get(number) or _Backward(number=number)
+            backward = self._run(number)
         uses = backward.uses.pop(index, [])
+        for use in uses:
+            use.waiting.discard(index)
+            if not use.waiting:
+                del backward.by_call[id(use.call)]
         refusal = next((use.gone or use.call.refusal for use in uses if use.gone or use.call.refusal), None)
         if not uses:
             refusal = f"the gradient of {name!r} came from outside the layers whose examples are seen. {REMEDY}"

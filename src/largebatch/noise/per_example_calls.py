@@ -96,6 +96,8 @@ class Use:
 
     call: Call
     tensors: tuple[Tensor, ...]
+    waiting: set[int]
+    """Parameters whose gradient has not arrived."""
     gone: str | None = None
     """Why there are no tensors."""
     grads: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
