@@ -10,6 +10,11 @@ from largebatch.noise.per_example import PerExampleCollector
 from largebatch.noise.per_example_rules import couples, rule_for
 
 
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
 class Net(nn.Module):
     """A model whose forward is given."""
 
