@@ -9,6 +9,7 @@ from torch import nn
 
 from largebatch.noise import per_example_forms
 from largebatch.noise.per_example import PerExampleCollector
+from largebatch.noise.per_example_rules import rule_for
 from oracles import per_example as oracle
 
 # float32 against float64 on the same numbers, relative to the largest example: rounding of sums of up to some hundred
@@ -52,6 +53,18 @@ def test_linear_with_any_leading_dims(leading, ins, outs, bias, narrow, fast):
     layer = nn.Linear(ins * 4 if narrow else ins, outs, bias=bias)
     x = normal(*leading, layer.in_features)
     check(layer, x, lambda x, g: oracle.linear(x, g)[: 1 + bias], fast=fast)
+
+
+def test_the_linear_layer_of_gpt_2_in_transformers():
+    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(7, 5)  # outputs, inputs
+    assert rule_for(layer) is not None
+
+    def gradients(x, g):
+        weight, bias = oracle.linear(x, g)
+        return weight.swapaxes(1, 2), bias
+
+    for positions in (1, 3, 40):
+        check(layer, normal(4, positions, 5), gradients)
 
 
 @pytest.mark.parametrize("workspace", [1, 100, 2**21])

@@ -39,7 +39,9 @@ def rule_for(module: nn.Module) -> Rule | None:
         if isinstance(module, kind):
             forward = _forward(type(module))
             return rule if forward is _forward(kind) or forward in _OWN_FORWARDS else None
-    return None
+    kind = type(module)
+    # The layers of GPT-2 in transformers, which is not imported for it.
+    return turned_linear if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D") else None
 
 
 def couples(module: nn.Module) -> str | None:
@@ -91,6 +93,16 @@ def linear(module: nn.Module, x: Tensor | None, grad: Tensor) -> dict[str, Form]
     if x is not None:
         columns = as_seen(x, grad).reshape(len(x), 1, -1, x.shape[-1])
         forms["weight"] = Factored(rows.unsqueeze(1), lambda part: wide(columns[part]), columns.shape[-1])
+    return forms
+
+
+def turned_linear(module: nn.Module, x: Tensor | None, grad: Tensor) -> dict[str, Form]:
+    """Linear with its weight the other way round: y = x W + b."""
+    told = wide(grad).reshape(len(grad), -1, grad.shape[-1])
+    forms: dict[str, Form] = {"bias": Summed(told)}
+    if x is not None:
+        rows = wide(as_seen(x, grad)).reshape(len(x), 1, -1, x.shape[-1])
+        forms["weight"] = Factored(rows, lambda part: told[part].unsqueeze(1), told.shape[-1])
     return forms
 
 
