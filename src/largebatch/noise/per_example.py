@@ -192,8 +192,9 @@ class PerExampleCollector:
                 "unfreezing."
             )
         for backward in backwards:
-            if backward.refusal is not None:
-                raise ConfigError(backward.refusal)
+            refusal = backward.refusal or _disagreement(list(backward.scopes.values()))
+            if refusal is not None:
+                raise ConfigError(refusal)
         self._verify([check for backward in backwards for check in backward.checks])
         return [self._finish(backward) for backward in backwards]
 
@@ -215,7 +216,7 @@ class PerExampleCollector:
         """Squared norms, shape (num_groups, num_examples); NaN where the parts are not the whole."""
         every = [norms for group in backward.norms.values() for norms in group]
         dtype = torch.float64 if any(norms.dtype == torch.float64 for norms in every) else torch.float32
-        sq_norms = torch.zeros(max(self._group) + 1, len(every[0]), dtype=dtype, device=self._device)
+        sq_norms = torch.zeros(max(self._group) + 1, every[0].shape[0], dtype=dtype, device=self._device)
         for group, norms in backward.norms.items():
             sq_norms[group] = torch.stack([norm.to(sq_norms) for norm in norms]).sum(0)
         gap = torch.stack([gap.to(sq_norms) for gap in backward.gaps]).sum().abs()
@@ -339,7 +340,6 @@ class PerExampleCollector:
         for use in arrival.uses:
             backward.scopes[id(use.call.scope)] = use.call.scope
             backward.refusal = backward.refusal or use.call.commit(index, backward.number)
-        backward.refusal = backward.refusal or _disagreement(list(backward.scopes.values()))
         if backward.refusal is not None or arrival.sq_norms is None or arrival.gap is None:
             return
         backward.norms.setdefault(self._group[index], []).append(arrival.sq_norms)

@@ -49,9 +49,9 @@ class Probe(NamedTuple):
             gradient = gradient.coalesce()
             return torch.dot(self.rows[gradient.indices()[0]], wide(gradient.values()).flatten(1) @ self.columns)
         gradient = wide(gradient)
-        if len(self.columns) == 1:
+        if self.columns.shape[0] == 1:
             return torch.dot(self.rows, gradient.reshape(-1))
-        return torch.dot(self.rows, gradient.reshape(len(self.rows), -1) @ self.columns)
+        return torch.dot(self.rows, gradient.reshape(self.rows.shape[0], -1) @ self.columns)
 
 
 class Measured(NamedTuple):
@@ -87,13 +87,11 @@ class Summed:
     def measure(self, probe: Probe, *, careful: bool) -> Measured:
         """As `Form.measure`: sum, then square."""
         dense = self.dense()
-        values = self.values if careful else dense.unsqueeze(1)
-        if len(probe.columns) == 1:
-            terms = along(values.unsqueeze(1), probe.rows.unsqueeze(0))
-        else:
-            size = (len(probe.rows), len(probe.columns))
-            terms = (values.unflatten(-1, size) @ probe.columns) * probe.rows
-        return Measured(row_dots(dense), terms.sum(), sq_norm(terms) if careful else None)
+        if not careful:
+            return Measured(row_dots(dense), probe.of(dense.sum(0)))
+        size = (probe.rows.shape[0], probe.columns.shape[0])
+        terms = (self.values.unflatten(-1, size) @ probe.columns) * probe.rows
+        return Measured(row_dots(dense), terms.sum(), sq_norm(terms))
 
     def sum_and_measure(self, probe: Probe) -> tuple[Tensor, Measured]:
         """As `Factored.sum_and_measure`."""
@@ -298,10 +296,10 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
 def along(tensor: Tensor, vectors: Tensor) -> Tensor:
     """<tensor[b, g, t], vectors[g]>; shapes (b, G, T, n) and (G, n) -> (b, G, T). Read in the order of memory."""
     if tensor.stride(-1) != 1 and tensor.stride(-2) == 1:
-        if len(vectors) == 1:
+        if vectors.shape[0] == 1:
             return vectors[0] @ tensor.mT
         return (vectors.unsqueeze(1) @ tensor.mT).squeeze(2)
-    if len(vectors) == 1:
+    if vectors.shape[0] == 1:
         return tensor @ vectors[0]
     return (tensor @ vectors.unsqueeze(2)).squeeze(3)
 
@@ -324,7 +322,7 @@ def sq_norm(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1)
     return (
         torch.dot(flat, flat)
-        if len(flat) <= CHUNK
+        if flat.shape[0] <= CHUNK
         else sum_of([torch.dot(chunk, chunk) for chunk in flat.split(CHUNK)])
     )
 

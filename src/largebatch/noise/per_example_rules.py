@@ -88,20 +88,20 @@ def num_dims(module: nn.Module) -> int:
 def linear(module: nn.Module, x: Tensor | None, grad: Tensor) -> dict[str, Form]:
     """Linear over any leading dims: y = x W^T + b."""
     assert isinstance(module, nn.Linear), type(module)
-    rows = wide(grad).reshape(len(grad), -1, grad.shape[-1])
+    rows = wide(grad).reshape(grad.shape[0], -1, grad.shape[-1])
     forms: dict[str, Form] = {"bias": Summed(rows)}
     if x is not None:
-        columns = as_seen(x, grad).reshape(len(x), 1, -1, x.shape[-1])
+        columns = as_seen(x, grad).reshape(x.shape[0], 1, -1, x.shape[-1])
         forms["weight"] = Factored(rows.unsqueeze(1), lambda part: wide(columns[part]), columns.shape[-1])
     return forms
 
 
 def turned_linear(module: nn.Module, x: Tensor | None, grad: Tensor) -> dict[str, Form]:
     """Linear with its weight the other way round: y = x W + b."""
-    told = wide(grad).reshape(len(grad), -1, grad.shape[-1])
+    told = wide(grad).reshape(grad.shape[0], -1, grad.shape[-1])
     forms: dict[str, Form] = {"bias": Summed(told)}
     if x is not None:
-        rows = wide(as_seen(x, grad)).reshape(len(x), 1, -1, x.shape[-1])
+        rows = wide(as_seen(x, grad)).reshape(x.shape[0], 1, -1, x.shape[-1])
         forms["weight"] = Factored(rows, lambda part: told[part].unsqueeze(1), told.shape[-1])
     return forms
 
@@ -138,7 +138,7 @@ def patches(x: Tensor, module: _ConvNd, size: Sequence[int]) -> Tensor:
     spatial = x.stride()[2:]
     channels = x.shape[1] // groups
     windows = x.as_strided(
-        (len(x), groups, channels, *kernel, *size),
+        (x.shape[0], groups, channels, *kernel, *size),
         (
             x.stride(0),
             x.stride(1) * channels,
@@ -153,8 +153,8 @@ def patches(x: Tensor, module: _ConvNd, size: Sequence[int]) -> Tensor:
 def embedding(module: nn.Module, x: Tensor | None, grad: Tensor) -> dict[str, Form]:
     """Rows of a table by index; padding_idx gets nothing."""
     assert isinstance(module, nn.Embedding) and x is not None, type(module)
-    columns = wide(grad).reshape(len(grad), -1, grad.shape[-1])
-    ids = x.reshape(len(x), -1)
+    columns = wide(grad).reshape(grad.shape[0], -1, grad.shape[-1])
+    ids = x.reshape(x.shape[0], -1)
     if module.padding_idx is not None:
         columns = columns.masked_fill((ids == module.padding_idx).unsqueeze(-1), 0.0)
     return {"weight": Scattered(ids, columns, module.num_embeddings)}
@@ -164,7 +164,7 @@ def layer_norm(module: nn.Module, x: Tensor | None, grad: Tensor) -> dict[str, F
     """LayerNorm and RMSNorm: scale and shift of what is normalised over the last dims."""
     assert isinstance(module, nn.LayerNorm | nn.RMSNorm), type(module)
     shape, eps, grad = list(module.normalized_shape), module.eps, wide(grad)
-    size = (len(grad), -1, math.prod(shape))
+    size = (grad.shape[0], -1, math.prod(shape))
     forms: dict[str, Form] = {"bias": Summed(grad.reshape(size))}
     if x is not None:
         if isinstance(module, nn.RMSNorm):

@@ -178,7 +178,7 @@ class CallWatcher:
     def _misshapen(self, call: Call, x: Tensor) -> str | None:
         """Why this input has no examples in dim 0; None if it has, for all that its shape says."""
         num_examples = call.scope.num_examples
-        if x.dim() >= num_dims(call.module) and len(x) == num_examples:
+        if x.dim() >= num_dims(call.module) and x.shape[0] == num_examples:
             return None
         return (
             f"{call.name!r} ({type(call.module).__name__}) got an input of shape {tuple(x.shape)} while "
@@ -261,7 +261,7 @@ class CallWatcher:
             return
         rows = grad if call.rule is not None and grad.shape == shape else None
         try:
-            if grad.dim() == 0 or len(grad) != num_examples:
+            if grad.dim() == 0 or grad.shape[0] != num_examples:
                 raise ConfigError(
                     f"{call.name!r} was added to a tensor of shape {tuple(grad.shape)} while the model was called with "
                     f"{num_examples} examples. Keep the examples in dim 0."
