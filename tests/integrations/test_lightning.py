@@ -161,13 +161,13 @@ def test_each_measured_step_is_logged(tmp_path):
     callback = Keeping(unit="frames")
     trainer, _ = fit(callback, logger=CSVLogger(tmp_path), max_epochs=8)
     logged = list(csv.DictReader((Path(trainer.logger.log_dir) / "metrics.csv").open()))
-    assert [float(entry["noise_scale/trace_cov"]) for entry in logged] == [m.trace_cov for m in callback.measured]
+    assert [float(entry["noise/trace_cov"]) for entry in logged] == [m.trace_cov for m in callback.measured]
     assert [int(entry["step"]) for entry in logged] == list(range(trainer.global_step))
     estimate = callback.monitor.noise_scale
     assert estimate.unit == "frames"
     assert estimate.resolved
-    assert float(logged[-1]["noise_scale/b_simple"]) == estimate.b_simple
-    assert (float(logged[-1]["noise_scale/low"]), float(logged[-1]["noise_scale/high"])) == estimate.interval
+    last = [float(logged[-1][f"noise/b_simple_frames{end}"]) for end in ("", "_low", "_high")]
+    assert last == [estimate.b_simple, *estimate.interval]
 
 
 def test_a_second_fit_of_another_trainer_begins_anew():

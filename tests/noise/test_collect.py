@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from largebatch.errors import ConfigError
+from largebatch.groups import share_out
 from largebatch.noise import collect as collect_module
-from largebatch.noise.collect import GradientCollector, share_out
+from largebatch.noise.collect import GradientCollector
 from largebatch.noise.monitor import NoiseScaleMonitor
 from largebatch.noise.norms import sq_norm_dots
 from oracles import noise_moments as oracle
@@ -276,7 +277,7 @@ def test_measuring_returns_to_float32_after_a_gradient_that_is_not_finite():
             w.grad = None
             for _ in range(2):
                 (factor * w).sum().backward()
-            seen.append((monitor.step() is not None, monitor._collector.wide))
+            seen.append((monitor.step() is not None, monitor._meter.collector.wide))
     assert seen == [(True, False), (False, True), (True, False), (True, False)]
 
 

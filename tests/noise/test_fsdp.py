@@ -347,7 +347,7 @@ def while_not_measuring(rank):
             monitor.load_state_dict(saved)
         for step in range(2 if saved is None else 3):
             backwards(model, step, rank, [True, True])
-            collector = monitor._collector
+            collector = monitor._meter.collector
             untouched = not (collector._written or collector._by_backward or collector.seconds)
             found.append((collector.enabled, untouched, monitor.step()))
             model.zero_grad()

@@ -209,7 +209,7 @@ def two_monitors():
 
 def replaced():
     model, monitor = watched()
-    model.set_custom_reduce_scatter(monitor._collector._readers[1].original)
+    model.set_custom_reduce_scatter(monitor._meter.collector._readers[1].original)
     for _ in range(2):
         backward(model)
     monitor.step()

@@ -229,7 +229,7 @@ def test_an_accelerators_late_numbers_are_those_of_the_host(monkeypatch):
     for found, defer in ((plain, False), (late, True)):
         with monitored(model, on_measured=[found.append]) as monitor:
             if defer:
-                monkeypatch.setattr(monitor, "_defer", True)
+                monkeypatch.setattr(monitor._meter, "defer", True)
             for step in range(4):
                 model.zero_grad()
                 for part in parts_of(step):

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from largebatch.errors import MissingExtraError
-from largebatch.integrations.loops import divided_loss
 from largebatch.noise.monitor import NoiseScaleMonitor
 
 try:
@@ -41,7 +40,8 @@ def make_monitor(accelerator: Accelerator, model: nn.Module, *, microbatch: int,
     Raises:
         ConfigError: `model` was not prepared in a job of several processes, or cannot be measured.
     """
-    scaling = divided_loss(lambda: accelerator.gradient_accumulation_steps, accelerator.scaler)
+    scaling: dict[str, Any] = {"loss_scaling": "microbatch_mean", "grad_scaler": accelerator.scaler}
     monitor = NoiseScaleMonitor(model, microbatch=microbatch, **(scaling | options))
+    monitor.loss_factor = 1 / accelerator.gradient_accumulation_steps
     accelerator.register_for_checkpointing(monitor)
     return monitor

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from largebatch.errors import ConfigError, MissingExtraError
-from largebatch.integrations.loops import divided_loss, num_rows, numbers
+from largebatch.integrations.loops import num_rows
+from largebatch.integrations.metrics import as_metrics
 from largebatch.noise.monitor import NoiseScaleMonitor
 
 try:
@@ -23,7 +24,7 @@ class NoiseScaleCallback(Callback):
 
     Assumes that `training_step` returns the mean loss over its batch. Lightning divides that by
     `accumulate_grad_batches`, for uneven batches and an epoch's short last step too, and so it is taken. Each measured
-    step goes to the loggers as `noise_scale/...`; the state is in the checkpoint. A step whose last batch gave no loss
+    step goes to the loggers as `noise/...`; the state is in the checkpoint. A step whose last batch gave no loss
     (None) is neither measured nor counted.
     """
 
@@ -50,7 +51,7 @@ class NoiseScaleCallback(Callback):
         self._units = self._units_of(batch)
         if self.monitor is None:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
-            scaling = divided_loss(lambda: trainer.accumulate_grad_batches, scaler)
+            scaling = {"loss_scaling": "microbatch_mean", "grad_scaler": scaler}
             sinks = (*self._options.get("on_measured", ()), lambda step: self._log(trainer, step))
             options: dict[str, Any] = {"microbatch": self._units} | scaling | self._options | {"on_measured": sinks}
             self.monitor = NoiseScaleMonitor(trainer.strategy.model, **options)
@@ -66,12 +67,13 @@ class NoiseScaleCallback(Callback):
         """Measure after a step's last backward: gradients are averaged by then, neither unscaled nor clipped."""
         self._backward.close()
         if self.monitor is not None and not trainer.fit_loop._should_accumulate():
+            self.monitor.loss_factor = 1 / trainer.accumulate_grad_batches
             self.monitor.step()
 
     def _log(self, trainer: Any, step: Any) -> None:
-        found = {} if self.monitor is None else numbers(self.monitor.noise_scale, step.moments)
+        found = as_metrics(step, None if self.monitor is None else self.monitor.noise_scale)
         for logger in trainer.loggers:
-            logger.log_metrics({f"noise_scale/{name}": value for name, value in found.items()}, step=step.step - 1)
+            logger.log_metrics(found, step=step.step - 1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the hooks off the model."""

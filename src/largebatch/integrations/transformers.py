@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
 from largebatch.errors import ConfigError, MissingExtraError
-from largebatch.integrations.loops import divided_loss, give_up, num_rows, numbers
+from largebatch.integrations.loops import num_rows, numbers
 from largebatch.noise.monitor import NoiseScaleMonitor
 
 if find_spec("transformers") is None:
@@ -41,11 +42,13 @@ class NoiseScaleMixin(_Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Do the Trainer's own as one microbatch, and measure after the last one of a step."""
-        units = self.num_units(inputs)
+        units = self.num_units(inputs) if self.monitor is None or self.monitor.measuring else 1
         if self.monitor is None or self._run is not self.state:  # every train() has a state of its own
             self._run, self._backwards = self.state, 0
             self.monitor = self._make_monitor(model, inputs, units, num_items_in_batch)
-        with self.monitor.microbatch(units) if units else give_up(self.monitor):
+        if not units:
+            self.monitor.give_up("a microbatch has no label that counts")
+        with self.monitor.microbatch(units) if units else nullcontext():
             loss = super().training_step(model, inputs, num_items_in_batch)
         self._backwards += 1
         if self.accelerator.sync_gradients:
@@ -55,6 +58,7 @@ class NoiseScaleMixin(_Trainer):
                     f"a step has {count} backwards, of {self.current_gradient_accumulation_steps} that the Trainer "
                     "knows: the data ended inside an accumulation. Give the data set a length."
                 )
+            self.monitor.loss_factor = 1 / count if self._divides else 1.0
             self.monitor.step()
         return loss
 
@@ -62,10 +66,9 @@ class NoiseScaleMixin(_Trainer):
         divided = self.loss_is_scaled_for_ga  # as the Trainer asks in training_step
         if divided is None:
             divided = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
-        scaling = divided_loss(lambda: self.current_gradient_accumulation_steps, self.accelerator.scaler)
-        if divided:
-            across = "step_mean" if self.args.average_tokens_across_devices else "local_mean"
-            scaling = {"loss_scaling": across, "grad_scaler": self.accelerator.scaler}
+        across = "step_mean" if self.args.average_tokens_across_devices else "local_mean"
+        self._divides = not divided
+        scaling = {"loss_scaling": across if divided else "microbatch_mean", "grad_scaler": self.accelerator.scaler}
         unit = "tokens" if "labels" in inputs and inputs["labels"].dim() > 1 else "examples"
         options: dict[str, Any] = {"microbatch": max(units, 1), "unit": unit} | scaling | self._options
         monitor = NoiseScaleMonitor(model, **options)
@@ -76,9 +79,7 @@ class NoiseScaleMixin(_Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add "noise_scale", its ends "_low" and "_high", and the mean moments to what is logged in training."""
         if self.monitor is not None and "loss" in logs:
-            logs |= {
-                f"noise_scale_{k}".removesuffix("_b_simple"): v for k, v in numbers(self.monitor.noise_scale).items()
-            }
+            logs |= numbers(self.monitor.noise_scale)
         super().log(logs, *args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:

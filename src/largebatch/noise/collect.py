@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
+from largebatch.groups import share_out
 from largebatch.noise.backwards import at_end, backward_id, check_parts, check_units, is_nested
 from largebatch.noise.changes import Gradients
 from largebatch.noise.fsdp import is_fsdp_module
@@ -163,7 +164,7 @@ class GradientCollector:
         if self._watch(joining=True):
             skip = skip or "a parameter joined after the monitor was made; it is watched from the next step on"
         if not microbatches:
-            if self._layout.kind != "fsdp" and any(map(is_fsdp_module, self._model.modules())):
+            if any(map(is_fsdp_module, self._model.modules())):
                 raise ConfigError("fully_shard was applied after the monitor was made: make the monitor after it.")
             raise ConfigError("no backward has been seen since the last step: call step() once after each step's last.")
         check_parts((m.nested for m in microbatches), [m.seen for m in microbatches if not m.explicit])
@@ -196,6 +197,10 @@ class GradientCollector:
             skip=skip,
             weighed=weighed,
         )
+
+    def give_up(self, reason: str) -> None:
+        """Have this step skipped because of `reason`."""
+        self._skip = self._skip or reason
 
     def discard(self) -> None:
         """Forget what has arrived since the last step."""
@@ -382,17 +387,3 @@ class GradientCollector:
                 dots += part
                 owners += [self._rows[index] + row] * len(part)
         return self._tallies[1].sums(dots, owners, self.num_rows, device)
-
-
-def share_out(sizes: Sequence[int], world_size: int) -> list[int]:
-    """The worker that reads each gradient's sum: the largest first, each to who has least; the same on all workers.
-
-    >>> share_out([5, 9, 4, 1], 2)
-    [1, 0, 1, 0]
-    """
-    loads = [0] * world_size
-    shares = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        shares[index] = rank = loads.index(min(loads))
-        loads[rank] += sizes[index]
-    return shares

@@ -5,6 +5,7 @@ What is not understood is refused here, in words: an unforeseen layout would giv
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from largebatch.errors import ConfigError
 from largebatch.groups import num_workers
 from largebatch.noise.fsdp import find_bundles, find_spread, is_fsdp_module
+
+logger = logging.getLogger(__name__)
 
 EXACT_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 """DDP's communication hooks after which p.grad is the mean gradient (rounded to half precision at worst)."""
@@ -98,6 +101,18 @@ def check_hooks(ddp: DistributedDataParallel) -> None:
                 f"the communication hook {name!r} is not known to leave the mean gradient in p.grad (a lossy one such "
                 "as PowerSGD does not). While measuring use fp16_compress_hook, bf16_compress_hook or none."
             )
+
+
+def warn_of_batch_norm(model: nn.Module) -> None:
+    """Log a warning where a model's layers couple the examples of a microbatch."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    num_norms = sum(isinstance(module, kinds) and module.training for module in model.modules())
+    if num_norms:
+        logger.warning(
+            "noise scale: %d batch norm layer(s) in training couple the examples of a microbatch: the noise is that of "
+            "microbatches of this size, and another size is another loss (Goyal et al. 2017, sec. 2.3).",
+            num_norms,
+        )
 
 
 def named_trainable(model: nn.Module, layout: Layout) -> Iterator[tuple[str, nn.Parameter]]:

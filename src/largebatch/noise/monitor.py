@@ -10,32 +10,27 @@ Three lines in a loop that accumulates K >= 2 backwards a step, or that runs on 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from largebatch.errors import CheckpointError, ConfigError
-from largebatch.groups import sum_over_workers
 from largebatch.noise.advice import Advice, OptimizerKind
 from largebatch.noise.advise import advise
 from largebatch.noise.cadence import Cadence
-from largebatch.noise.collect import GradientCollector, StepNorms
 from largebatch.noise.estimate import NoiseScale
-from largebatch.noise.layout import find_layout, named_trainable
+from largebatch.noise.layout import find_layout, named_trainable, warn_of_batch_norm
 from largebatch.noise.ledger import Ledger, MeasuredStep
+from largebatch.noise.meter import StepMeter
 from largebatch.noise.moments import StepMoments
 from largebatch.noise.partition import Groups, Partition
-from largebatch.noise.precondition import metric_of
-from largebatch.noise.reduce import LossScaling, StepSums, pack, refusal
-from largebatch.noise.scaler import is_unscaled, loss_scale
-from largebatch.noise.sharded import ShardedCollector
+from largebatch.noise.reduce import LossScaling
 from largebatch.units import Duration, check_unit
 
 logger = logging.getLogger(__name__)
@@ -139,49 +134,21 @@ class NoiseScaleMonitor:
         """Calls of `step`, measured or not."""
         self.num_skipped = 0
         """Steps that were to be measured but had a gradient that is not finite, or were given up."""
-        self._loss_scaling: LossScaling = loss_scaling
         self._microbatch = microbatch
-        self._dataset_size, self._scaler, self._on_measured = dataset_size, grad_scaler, tuple(on_measured)
+        self._dataset_size, self._on_measured = dataset_size, tuple(on_measured)
         self._cadence = Cadence(overhead=overhead) if every == "auto" else None
         self._every = self._voted = 1 if every == "auto" else every
-        self._next = 0
+        self._next, self._wide = 0, False
         self._layout = find_layout(model)
         names = [name for name, _ in named_trainable(model, self._layout)]
         self._partition = Partition(groups, names)
-        num_norms = sum(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
-        if num_norms:
-            logger.warning(
-                "noise scale: %d batch norm layer(s) in training couple the examples of a microbatch: the noise is "
-                "that of microbatches of this size, and another size is another loss (Goyal et al. 2017, sec. 2.3).",
-                num_norms,
-            )
+        warn_of_batch_norm(model)
         self._ledger = Ledger(self._partition.names, half_life=half_life, unit=unit)
-        self._unsettled: tuple[int, Tensor, Any, StepNorms] | None = None
         self._last_end: float | None = None
-        self._device = next(model.parameters()).device
-        self._num_elements, self._wide = sum(p.numel() for p in model.parameters() if p.requires_grad), False
-        self._defer = self._device.type != "cpu"
-        sharded = partial(ShardedCollector, loss_scaling=loss_scaling)
-        self._collector = (sharded if self._layout.kind == "fsdp" else GradientCollector)(
-            model,
-            default_units=microbatch or 1,
-            read_microbatches=not per_example,
-            layout=self._layout,
-            row_of=self._partition.row_of,
-            num_rows=len(self._partition.names),
-            weigh=None if precondition_by is None else metric_of(precondition_by),
-        )
-        self._per_example: Any = None
-        if per_example:
-            if precondition_by is not None:
-                raise ConfigError("per_example does not know an optimizer's metric: leave precondition_by out.")
-            from largebatch.noise.per_example import PerExampleCollector
-
-            self._per_example = PerExampleCollector(
-                self._layout.ddp.module if self._layout.ddp is not None else model,
-                group_of=self._partition.row_of,
-                fast=per_example == "fast",
-            )
+        self._meter = StepMeter(
+            model, self._layout, self._partition, microbatch=microbatch, per_example=per_example,
+            loss_scaling=loss_scaling, grad_scaler=grad_scaler, precondition_by=precondition_by,
+        )  # fmt: skip
 
     @property
     def noise_scale(self) -> NoiseScale:
@@ -223,6 +190,11 @@ class NoiseScaleMonitor:
         """Every how many steps are measured now."""
         return self._every
 
+    @property
+    def measuring(self) -> bool:
+        """Whether the step under way is measured, so that units need counting."""
+        return self._meter.enabled
+
     def microbatch(self, units: int) -> AbstractContextManager[None]:
         """Take all backwards inside the context for one microbatch of `units` units.
 
@@ -231,7 +203,7 @@ class NoiseScaleMonitor:
         a second, that step is skipped (and logged); from then on the gradients of a context are added up in a
         buffer while it is open, so that the norm of their sum is exact: memory for one copy of the gradients.
         """
-        return self._collector.microbatch(units)
+        return self._meter.microbatch(units)
 
     def step(self) -> StepMoments | None:
         """Measure the step whose backwards are done; call once a step, before clipping and optimizer.step().
@@ -245,7 +217,7 @@ class NoiseScaleMonitor:
             ConfigError: one microbatch only, no backward, gradients changed, zeroed too early or not at all, more
                 units than `dataset_size`, or such an error on another worker.
         """
-        measured = self._collector.enabled
+        measured = self._meter.enabled
         self.num_steps += 1
         moments = self._measure() if measured else None
         if measured:
@@ -254,75 +226,43 @@ class NoiseScaleMonitor:
         self._last_end = time.perf_counter()
         return moments
 
+    def give_up(self, reason: str) -> None:
+        """Have the step under way skipped and counted, on all workers, because of `reason`; call before `step`."""
+        self._meter.collector.give_up(reason)
+
+    @property
+    def loss_factor(self) -> float:
+        """What each loss is multiplied by beside what `loss_scaling` says; 1 unless set, read at each `step`.
+
+        For loops that divide the mean loss of every microbatch by a number of their own, such as a nominal
+        accumulation that an epoch's last step does not reach: "microbatch_mean" with 1 / that number.
+        """
+        return self._meter.loss_factor
+
+    @loss_factor.setter
+    def loss_factor(self, factor: float) -> None:
+        if isinstance(factor, bool) or not isinstance(factor, float | int) or not 0 < factor < math.inf:
+            raise ConfigError(f"loss_factor is a positive number; got {factor!r}.")
+        self._meter.loss_factor = float(factor)
+
     def _measure(self) -> StepMoments | None:
-        started, in_hooks = time.perf_counter(), self._collector.seconds
+        started, in_hooks = time.perf_counter(), self._meter.seconds
         self._settle()
         self._every = self._voted
-        norms, failure = None, None
-        try:
-            unscaled = is_unscaled(self._scaler)
-            norms = replace(self._take(may_be_unscaled=unscaled), wide=self._collector.wide)
-            vote = self._cadence.every() if self._cadence is not None else self._every
-            payload = pack(
-                norms, loss_scaling=self._loss_scaling, vote=vote if self._layout.rank == 0 else 0,
-                scale=loss_scale(self._scaler), unscaled=unscaled,
-            )  # fmt: skip
-        except ConfigError as error:
-            if not self._layout.groups:
-                raise
-            failure, payload = error, refusal(self._collector.num_rows, self._device)
-        sum_over_workers(payload, self._layout.groups)
-        if failure is not None or norms is None:
-            raise failure or AssertionError("norms or a failure")
-        self._unsettled = self._send(payload, norms)
-        moments = None if self._defer else self._settle()
+        vote = self._cadence.every() if self._cadence is not None else self._every
+        self._meter.measure(self.num_steps, vote=vote)
+        moments = None if self._meter.defer else self._settle()
         if self._cadence is not None and self._last_end is not None:
             now = time.perf_counter()
             self._cadence.note(step_seconds=now - self._last_end, cost_seconds=in_hooks + now - started)
         return moments
 
-    def _take(self, *, may_be_unscaled: bool) -> StepNorms:
-        examples = self._per_example.take() if self._per_example is not None else []
-        norms = self._collector.take(may_be_unscaled=may_be_unscaled)
-        if self._per_example is None:
-            return norms
-        if len(examples) != len(norms.units):
-            raise ConfigError(
-                f"{len(norms.units)} backwards reached the parameters, but the examples of {len(examples)} are known: "
-                "each backward follows its own forward through the monitored model."
-            )
-        sizes = [part.shape[1] for part in examples]
-        return replace(
-            norms,
-            units=(1,) * sum(sizes),
-            together=tuple(size for size in sizes for _ in range(size)),
-            sq_norms=torch.cat([_padded(part, self._collector.num_rows) for part in examples], dim=1).to(
-                norms.sq_norm_step
-            ),
-        )
-
-    def _send(self, payload: Tensor, norms: StepNorms) -> tuple[int, Tensor, Any, StepNorms]:
-        """Set off to the host, without waiting for it."""
-        if payload.device.type == "cpu":
-            return self.num_steps, payload, None, norms
-        host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=payload.device.type == "cuda")
-        host.copy_(payload, non_blocking=payload.device.type == "cuda")
-        event = torch.Event(payload.device) if payload.device.type == "cuda" else None
-        if event is not None:
-            event.record()
-        return self.num_steps, host, event, norms
-
     def _settle(self) -> StepMoments | None:
         """Read the sums of the last measured step, if that was not done yet, and take its moments in."""
-        if self._unsettled is None:
+        reading = self._meter.settle()
+        if reading is None:
             return None
-        (step, host, event, norms), self._unsettled = self._unsettled, None
-        if event is not None:
-            event.synchronize()
-        sums = StepSums(
-            values=tuple(host.tolist()), num_rows=self._collector.num_rows, world_size=self._layout.world_size,
-            loss_scaling=self._loss_scaling, weighed=norms.weighed,
-        )  # fmt: skip
+        step, sums = reading.step, reading.sums
         if sums.num_refused:
             raise ConfigError(
                 f"step {step}: {sums.num_refused} other worker(s) refused to measure it; their message says why."
@@ -330,9 +270,9 @@ class NoiseScaleMonitor:
         self._voted = sums.vote
         if sums.stale:
             raise ConfigError("gradients were not zero before this step's first backward: call zero_grad() each step.")
-        self._wide = sums.leaves_float32(self._num_elements)
+        self._wide = sums.leaves_float32()
         first = self._ledger.last_batch is None
-        cause = sums.why_skipped(self._num_elements, own=norms.skip, wide=norms.wide, may_be_lone=first)
+        cause = sums.why_skipped(own=reading.skip, wide=reading.wide, may_be_lone=first)
         if cause:
             self.num_skipped += 1
             logger.warning("noise scale: step %d is not measured: %s.", step, cause)
@@ -357,7 +297,7 @@ class NoiseScaleMonitor:
             "every": self._every,
             "voted": self._voted,
             "next": self._next,
-            "buffering": self._collector.buffering,
+            "buffering": self._meter.collector.buffering,
             "wide": self._wide,
             "ledger": self._ledger.state_dict(),
         }
@@ -371,20 +311,16 @@ class NoiseScaleMonitor:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"this is no state of a NoiseScaleMonitor: {error!r}.") from error
         self.num_steps, self.num_skipped, self._every, self._voted, self._next = numbers.values()
-        self._collector.buffering, self._wide = buffering, wide
+        self._meter.collector.buffering, self._wide = buffering, wide
         self._enable()
 
     def _enable(self) -> None:
-        self._collector.enabled, self._collector.wide = self.num_steps + 1 >= self._next, self._wide
-        if self._per_example is not None:
-            self._per_example.enabled = self._collector.enabled
+        self._meter.enabled, self._meter.collector.wide = self.num_steps + 1 >= self._next, self._wide
 
     def close(self) -> None:
         """Remove the hooks; the noise scale measured so far stays readable."""
         self._settle()
-        self._collector.close()
-        if self._per_example is not None:
-            self._per_example.close()
+        self._meter.close()
 
     def __enter__(self) -> NoiseScaleMonitor:
         return self
@@ -393,8 +329,3 @@ class NoiseScaleMonitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _padded(norms: Tensor, num_rows: int) -> Tensor:
-    """With a row of zeros for each group that has no parameter."""
-    return torch.nn.functional.pad(norms, (0, 0, 0, num_rows - len(norms)))

@@ -39,6 +39,8 @@ class StepSums:
 
     values: tuple[float, ...]
     num_rows: int
+    num_elements: int
+    """Elements of all gradients."""
     world_size: int
     loss_scaling: LossScaling
     weighed: bool
@@ -73,23 +75,22 @@ class StepSums:
         """The cadence that rank 0 wants."""
         return round(self.values[_VOTE])
 
-    def leaves_float32(self, num_elements: int) -> bool:
+    def leaves_float32(self) -> bool:
         """Whether float32 cannot square gradients of so many elements and this length, or a gradient is not finite."""
-        return not (all(map(math.isfinite, self.values)) and self._total <= MOST and not self._is_below(num_elements))
+        return not (all(map(math.isfinite, self.values)) and self._total <= MOST and not self._is_below())
 
     @property
     def _total(self) -> float:
         rows = self.num_rows // 2 if self.weighed else self.num_rows
         return sum(self.values[_HEADER + self.num_rows :][:rows])
 
-    def _is_below(self, num_elements: int) -> bool:
-        return self._total < LEAST * num_elements
+    def _is_below(self) -> bool:
+        return self._total < LEAST * self.num_elements
 
-    def why_skipped(self, num_elements: int, *, own: str, wide: bool, may_be_lone: bool) -> str:
+    def why_skipped(self, *, own: str, wide: bool, may_be_lone: bool) -> str:
         """Why the step cannot be used; empty if it can.
 
         Args:
-            num_elements: elements of all gradients.
             own: this worker's reason.
             wide: whether squares were taken in float64.
             may_be_lone: whether one microbatch in all is an error, and no reason to skip.
@@ -100,7 +101,7 @@ class StepSums:
             return "it has one microbatch only"
         if not all(map(math.isfinite, self.values)):
             return "a gradient is not finite" + ("" if wide else ", or its square is not in float32 (next is float64)")
-        if not wide and self._is_below(num_elements):
+        if not wide and self._is_below():
             return "squares of its gradients fall below float32's range; the next are taken in float64"
         return ""
 
@@ -127,7 +128,13 @@ class StepSums:
 
 
 def pack(
-    norms: StepNorms, *, loss_scaling: LossScaling, vote: int, scale: Tensor | float = 1.0, unscaled: bool = False
+    norms: StepNorms,
+    *,
+    loss_scaling: LossScaling,
+    vote: int,
+    scale: Tensor | float = 1.0,
+    unscaled: bool = False,
+    factor: float = 1.0,
 ) -> Tensor:
     """This worker's sums of a step, on the device of its norms; no host sync.
 
@@ -137,6 +144,7 @@ def pack(
         vote: the cadence this worker wants; 0 on all but one worker.
         scale: what a gradient scaler multiplied the loss by; a 0-dim tensor or a number.
         unscaled: whether it has divided the gradients by it again.
+        factor: what the loss was multiplied by besides.
 
     Returns:
         Shape (10 + 2 * num_rows,), float64 where the device has it.
@@ -162,8 +170,8 @@ def pack(
     weights = (1 / torch.tensor(relative, dtype=torch.float64)).to(device, dtype, non_blocking=True)
     if isinstance(scale, Tensor):
         scale = scale.to(device, dtype, non_blocking=True)
-    small = norms.sq_norms @ weights / scale**2
-    step = norms.sq_norm_step if unscaled else norms.sq_norm_step / scale**2
+    small = norms.sq_norms @ weights / (scale * factor) ** 2
+    step = norms.sq_norm_step / (factor if unscaled else scale * factor) ** 2
     payload = torch.cat([header.to(device, dtype, non_blocking=True), small, step])
     payload[_STALE] = norms.sq_norm_stale
     before, now = norms.mark_before.to(device, dtype), norms.mark_now.to(device, dtype)

@@ -179,6 +179,10 @@ class ShardedCollector:
             skip=skip,
         )
 
+    def give_up(self, reason: str) -> None:
+        """Have this step skipped because of `reason`."""
+        self._skip = self._skip or reason
+
     def discard(self) -> None:
         """Forget what has arrived since the last step."""
         self._reset()
