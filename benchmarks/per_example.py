@@ -22,7 +22,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 from _harness import arguments, claim, paired_ratio
-from largebatch.noise.per_example import PerExampleCollector
+from largebatch.noise.per_example.collector import PerExampleCollector
 
 EXACT, FAST = 1.5, 1.3
 VOCABULARY, CONTEXT, WIDTH, DEPTH, HEADS = 2048, 64, 256, 2, 4

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from _result import record_result
 
-from largebatch.noise.curvature import b_noise, measure_curvature
-from largebatch.noise.line_search import fit_line_search, measure_line_search
-from largebatch.noise.temperature import temperature
+from largebatch.noise.curvature.line_search import fit_line_search, measure_line_search
+from largebatch.noise.curvature.products import b_noise, measure_curvature
+from largebatch.noise.curvature.temperature import temperature
 from largebatch.recipe.loss import normalise
 from largebatch.recipe.optimizer import build_sgd
 from largebatch.recipe.sampler import ShuffledStream

@@ -8,10 +8,10 @@ from torch import nn
 
 from largebatch.errors import ConfigError
 from largebatch.groups import share_out
-from largebatch.noise import collect as collect_module
-from largebatch.noise.collect import GradientCollector
+from largebatch.noise.collect import collector as collect_module
+from largebatch.noise.collect.collector import GradientCollector
+from largebatch.noise.collect.norms import sq_norm_dots
 from largebatch.noise.monitor import NoiseScaleMonitor
-from largebatch.noise.norms import sq_norm_dots
 from oracles import noise_moments as oracle
 
 

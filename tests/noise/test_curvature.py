@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from largebatch.errors import ConfigError
-from largebatch.noise.curvature import CurvatureMoments, b_noise, measure_curvature, solve_curvature
+from largebatch.noise.curvature.products import CurvatureMoments, b_noise, measure_curvature, solve_curvature
 from largebatch.noise.estimate import noise_scale
 from largebatch.noise.monitor import NoiseScaleMonitor
 from oracles import curvature as oracle

@@ -12,7 +12,7 @@ from scipy import stats
 from torch import nn
 
 from largebatch.errors import ConfigError
-from largebatch.noise.line_search import _chi_square_tail, fit_line_search, measure_line_search
+from largebatch.noise.curvature.line_search import _chi_square_tail, fit_line_search, measure_line_search
 
 SPECTRUM, NOISE, THETA = np.array([2.0, 0.5, 0.1]), np.array([3.0, 20.0, 8.0]), np.array([1.0, -2.0, 3.0])
 GRADIENT = SPECTRUM * THETA

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from largebatch.noise.norms import CHUNK, Tally, flat_view, sq_norm_dots
+from largebatch.noise.collect.norms import CHUNK, Tally, flat_view, sq_norm_dots
 
 
 def sq_norm(tensor):

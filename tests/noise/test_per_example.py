@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from largebatch.errors import ConfigError
-from largebatch.noise.per_example import PerExampleCollector
-from largebatch.noise.per_example_check import check_independent
+from largebatch.noise.per_example.check import check_independent
+from largebatch.noise.per_example.collector import PerExampleCollector
 
 
 class GPT(nn.Module):

@@ -7,8 +7,8 @@ from torch import nn
 
 from largebatch.errors import ConfigError
 from largebatch.noise.moments import StepMoments, solve_per_example
-from largebatch.noise.per_example import PerExampleCollector
-from largebatch.noise.per_example_calibration import calibrate
+from largebatch.noise.per_example.calibration import calibrate
+from largebatch.noise.per_example.collector import PerExampleCollector
 
 
 def moments(trace_cov, grad_sq_norm):

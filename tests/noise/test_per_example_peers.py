@@ -9,7 +9,7 @@ from backpack.extensions import BatchL2Grad
 from opacus.grad_sample import GradSampleModule
 from torch import nn
 
-from largebatch.noise.per_example import PerExampleCollector
+from largebatch.noise.per_example.collector import PerExampleCollector
 
 
 def images(*shape):

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 from largebatch.errors import ConfigError
-from largebatch.noise.per_example import PerExampleCollector
-from largebatch.noise.per_example_rules import couples, rule_for
+from largebatch.noise.per_example.collector import PerExampleCollector
+from largebatch.noise.per_example.rules import couples, rule_for
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from largebatch.noise import per_example_forms
-from largebatch.noise.per_example import PerExampleCollector
-from largebatch.noise.per_example_rules import rule_for
+from largebatch.noise.per_example import forms
+from largebatch.noise.per_example.collector import PerExampleCollector
+from largebatch.noise.per_example.rules import rule_for
 from oracles import per_example as oracle
 
 # float32 against float64 on the same numbers, relative to the largest example: rounding of sums of up to some hundred
@@ -70,10 +70,10 @@ def test_the_linear_layer_of_gpt_2_in_transformers():
 @pytest.mark.parametrize("workspace", [1, 100, 2**21])
 @pytest.mark.parametrize("positions", [1, 3, 40])
 def test_all_ways_to_a_linear_norm_agree_in_any_number_of_parts(positions, workspace, monkeypatch):
-    monkeypatch.setattr(per_example_forms, "WORKSPACE", workspace)
+    monkeypatch.setattr(forms, "WORKSPACE", workspace)
     ways = []
     for direct in (True, False):
-        monkeypatch.setattr(per_example_forms, "prefer_direct", lambda *sizes, direct=direct: direct)
+        monkeypatch.setattr(forms, "prefer_direct", lambda *sizes, direct=direct: direct)
         check(nn.Linear(5, 7), normal(4, positions, 5), oracle.linear)
         ways.append(run(nn.Linear(5, 7), normal(4, positions, 5), torch.float64))
     assert len(ways) == 2

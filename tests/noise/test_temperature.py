@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from largebatch.errors import ConfigError
-from largebatch.noise.curvature import CurvatureMoments, b_noise
-from largebatch.noise.temperature import temperature
+from largebatch.noise.curvature.products import CurvatureMoments, b_noise
+from largebatch.noise.curvature.temperature import temperature
 from oracles import curvature as oracle
 
 

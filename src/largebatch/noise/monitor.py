@@ -24,13 +24,13 @@ from largebatch.errors import CheckpointError, ConfigError
 from largebatch.noise.advice import Advice, OptimizerKind
 from largebatch.noise.advise import advise
 from largebatch.noise.cadence import Cadence
+from largebatch.noise.collect.layout import find_layout, named_trainable, warn_of_batch_norm
+from largebatch.noise.collect.meter import StepMeter
+from largebatch.noise.collect.reduce import LossScaling
 from largebatch.noise.estimate import NoiseScale
-from largebatch.noise.layout import find_layout, named_trainable, warn_of_batch_norm
 from largebatch.noise.ledger import Ledger, MeasuredStep
-from largebatch.noise.meter import StepMeter
 from largebatch.noise.moments import StepMoments
 from largebatch.noise.partition import Groups, Partition
-from largebatch.noise.reduce import LossScaling
 from largebatch.units import Duration, check_unit
 
 logger = logging.getLogger(__name__)

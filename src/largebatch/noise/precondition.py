@@ -31,7 +31,7 @@ def metric_of(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], Tens
     >>> optimizer = torch.optim.Adam([weight], lr=0.0, eps=0.0)
     >>> metric_of(optimizer)(weight) is None
     True
-    >>> weight.grad = torch.tensor([4.0]); optimizer.step(); metric_of(optimizer)(weight).item()
+    >>> weight.grad = torch.tensor([4.0]); optimizer.step(); round(metric_of(optimizer)(weight).item(), 6)
     0.25
     """
     settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -48,7 +48,9 @@ def metric_of(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], Tens
             )
         group = settings.get(id(parameter), {})
         if "betas" in group and "step" in state:  # RMSprop does not correct the bias of its average
-            second = second / (1 - torch.as_tensor(group["betas"][1]) ** torch.as_tensor(state["step"])).to(second)
+            step = torch.as_tensor(state["step"])
+            wide = step if step.device.type == "mps" else step.double()  # 1 - 0.999 has few digits in float32
+            second = second / (1 - group["betas"][1] ** wide).to(second)
         return 1 / (second.sqrt() + group.get("eps", 0.0))
 
     return metric

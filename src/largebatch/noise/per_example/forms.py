@@ -2,7 +2,7 @@
 
 A layer's gradient is a sum over positions (tokens, pixels) of one vector, or of the product of two. Written so,
 its squared norm costs no more than the gradient itself, and often far less: this is the arithmetic; which
-layer has which form is told by `largebatch.noise.per_example_rules`.
+layer has which form is told by `largebatch.noise.per_example.rules`.
 
 Shapes: B examples, T positions, G groups, O rows and I columns of a weight (of one group of it).
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 2**18
-"""Elements in one dot product, as in `largebatch.noise.collect`: float32 stays right to about 1e-6."""
+"""Elements in one dot product, as in `largebatch.noise.collect.collector`: float32 stays right to about 1e-6."""
 WORKSPACE = 2**21
 """Elements of a temporary; examples are taken in as many parts as keep it, and at least one by one."""
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
 from largebatch.groups import share_out
-from largebatch.noise.backwards import at_end, backward_id, check_parts, check_units, is_nested
-from largebatch.noise.changes import Gradients
-from largebatch.noise.fsdp import is_fsdp_module
-from largebatch.noise.layout import Layout, check_hooks, named_trainable
-from largebatch.noise.norms import Tally, sq_norm_dots
-from largebatch.noise.step_norms import Microbatch, StepNorms
+from largebatch.noise.collect.backwards import at_end, backward_id, check_parts, check_units, is_nested
+from largebatch.noise.collect.changes import Gradients
+from largebatch.noise.collect.fsdp import is_fsdp_module
+from largebatch.noise.collect.layout import Layout, check_hooks, named_trainable
+from largebatch.noise.collect.norms import Tally, sq_norm_dots
+from largebatch.noise.collect.step_norms import Microbatch, StepNorms
 
 NEVER = 10**9
 """More microbatches than any step has."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from largebatch.errors import ConfigError
-from largebatch.noise.curvature import CurvatureMoments, columns, is_above_zero
+from largebatch.noise.curvature.products import CurvatureMoments, columns, is_above_zero
 from largebatch.noise.estimate import noise_scale
 from largebatch.units import check_unit
 

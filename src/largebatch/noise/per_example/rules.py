@@ -1,7 +1,7 @@
 """What does each layer's gradient look like, example by example?
 
 A rule turns a layer, its input and the gradient of its output into one form per parameter
-(`largebatch.noise.per_example_forms`). The first dim of input and output is the example; all other dims that
+(`largebatch.noise.per_example.forms`). The first dim of input and output is the example; all other dims that
 the parameter does not have are positions, over which its gradient is a sum.
 """
 
@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.conv import _ConvNd  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
-from largebatch.noise.per_example_forms import Factored, Form, Scattered, Summed, prefer_direct, wide
+from largebatch.noise.per_example.forms import Factored, Form, Scattered, Summed, prefer_direct, wide
 
 Rule = Callable[[nn.Module, Tensor | None, Tensor], dict[str, Form]]
 """(layer, input, gradient of the output) -> form of each parameter, by its name in the layer; without an input,

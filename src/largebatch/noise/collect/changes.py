@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
-from largebatch.noise.norms import sq_norm
+from largebatch.noise.collect.norms import sq_norm
 
 MARK = 2**16
 """Elements of the largest gradient whose norm is read twice, to see whether gradients were changed."""

@@ -1,8 +1,8 @@
 """How long is each example's own gradient, found in the one backward?
 
 Module hooks keep what each layer saw and what its output's gradient was; when a parameter's gradient arrives, the
-examples' parts of it are measured by the layer's rule (`largebatch.noise.per_example_rules`), or by torch.func
-where there is none. As in `largebatch.noise.collect`, a tensor hook reads and the hook after accumulation commits.
+examples' parts of it are measured by the layer's rule (`largebatch.noise.per_example.rules`), or by torch.func
+where there is none. As in `collect.collector`, a tensor hook reads and the hook after accumulation commits.
 
 The parts must add up to the gradient that arrived, along a random direction; where they do not, the parameter was
 used out of sight of its layer, and nothing is measured.
@@ -10,7 +10,7 @@ used out of sight of its layer, and nothing is measured.
 An example is a row of the model's first input. For a language model that is a sequence: tokens inside one are not
 independent, so their gradients are no sample, and the norms are those of sequences. A loss that compares examples
 (contrastive, ranking) leaves none with a gradient of its own, which is not to be seen in the layers: ask
-`largebatch.noise.per_example_check.check_independent`.
+`largebatch.noise.per_example.check.check_independent`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
-from largebatch.noise.per_example_calls import Call, Scope, Use
-from largebatch.noise.per_example_forms import Factored, Known, Measured, Probe, Summed, combine, sq_norm, wide
-from largebatch.noise.per_example_rules import NORMS
-from largebatch.noise.per_example_watch import CallWatcher
+from largebatch.noise.per_example.calls import Call, Scope, Use
+from largebatch.noise.per_example.forms import Factored, Known, Measured, Probe, Summed, combine, sq_norm, wide
+from largebatch.noise.per_example.rules import NORMS
+from largebatch.noise.per_example.watch import CallWatcher
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """How far the parts may be from the whole, relative to both, per dtype of the output's gradient."""
@@ -388,5 +388,5 @@ def _widely(tensor: Tensor) -> AbstractContextManager[None]:
 
 
 def _backward_id() -> int:
-    """The graph task that runs now, -1 outside of one (see `largebatch.noise.collect`)."""
+    """The graph task that runs now, -1 outside of one (see `largebatch.noise.collect.collector`)."""
     return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]

@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.utils import _pytree as pytree
 
 from largebatch.errors import ConfigError
-from largebatch.noise import per_example_fallback
-from largebatch.noise.per_example_calls import (
+from largebatch.noise.per_example import fallback
+from largebatch.noise.per_example.calls import (
     KEPT,
     Call,
     Deliver,
@@ -28,8 +28,8 @@ from largebatch.noise.per_example_calls import (
     keep,
     reduce_examples,
 )
-from largebatch.noise.per_example_forms import Summed
-from largebatch.noise.per_example_rules import DERIVABLE, couples, fast_pays, num_dims, rule_for
+from largebatch.noise.per_example.forms import Summed
+from largebatch.noise.per_example.rules import DERIVABLE, couples, fast_pays, num_dims, rule_for
 
 BROADCASTS = {"AddBackward0", "ExpandBackward0"}
 """Operations that give all examples one tensor: position embeddings, class tokens."""
@@ -194,7 +194,7 @@ class CallWatcher:
         again = call.refusal is not None
         call.inputs = pytree.tree_unflatten([KEPT if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         call.kept = keep(self._anchor, tensors)
-        call.refusal = call.refusal or per_example_fallback.refusal(module)
+        call.refusal = call.refusal or fallback.refusal(module)
         if call.refusal is None:
             call.refusal = self._misshapen(call, tensors[0] if tensors else torch.empty(0))
         kind = tensors[0].device.type if tensors else "cpu"
@@ -212,7 +212,7 @@ class CallWatcher:
         if use is None:
             return
         use.grads[position] = grad.view(shape) if grad.shape != shape else grad
-        dim = per_example_fallback.example_dim(call.module, position)
+        dim = fallback.example_dim(call.module, position)
         if call.refusal is None and (len(shape) <= dim or shape[dim] != call.scope.num_examples):
             call.refusal = (
                 f"{call.name!r} ({type(call.module).__name__}) gave an output of shape {tuple(shape)}, with "

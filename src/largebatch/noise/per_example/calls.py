@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from largebatch.errors import ConfigError
-from largebatch.noise.per_example_fallback import gradients_by_example
-from largebatch.noise.per_example_forms import Form, Summed
-from largebatch.noise.per_example_rules import Rule
+from largebatch.noise.per_example.fallback import gradients_by_example
+from largebatch.noise.per_example.forms import Form, Summed
+from largebatch.noise.per_example.rules import Rule
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
-from largebatch.noise.backwards import at_end, backward_id, check_units, is_nested
-from largebatch.noise.changes import MARK
-from largebatch.noise.collect import Weigh
-from largebatch.noise.fsdp import (
+from largebatch.noise.collect.backwards import at_end, backward_id, check_units, is_nested
+from largebatch.noise.collect.changes import MARK
+from largebatch.noise.collect.collector import Weigh
+from largebatch.noise.collect.fsdp import (
     Bundle,
     check_division,
     check_managed,
@@ -29,11 +29,11 @@ from largebatch.noise.fsdp import (
     find_spread,
     local,
 )
-from largebatch.noise.layout import Layout, plain_name
-from largebatch.noise.norms import Tally, sq_norm, sq_norm_dots
-from largebatch.noise.reduce import LossScaling
-from largebatch.noise.shares import Backward, Share, Shares
-from largebatch.noise.step_norms import StepNorms
+from largebatch.noise.collect.layout import Layout, plain_name
+from largebatch.noise.collect.norms import Tally, sq_norm, sq_norm_dots
+from largebatch.noise.collect.reduce import LossScaling
+from largebatch.noise.collect.shares import Backward, Share, Shares
+from largebatch.noise.collect.step_norms import StepNorms
 
 
 class ReduceScatter:

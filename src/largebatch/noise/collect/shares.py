@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from largebatch.errors import ConfigError
-from largebatch.noise.backwards import check_parts
+from largebatch.noise.collect.backwards import check_parts
 
 
 @dataclass(kw_only=True, slots=True)

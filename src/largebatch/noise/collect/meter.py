@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
 from largebatch.groups import sum_over_workers
-from largebatch.noise.collect import GradientCollector
-from largebatch.noise.layout import Layout
+from largebatch.noise.collect.collector import GradientCollector
+from largebatch.noise.collect.layout import Layout
+from largebatch.noise.collect.reduce import LossScaling, StepSums, pack, refusal
+from largebatch.noise.collect.scaler import is_unscaled, loss_scale
+from largebatch.noise.collect.sharded import ShardedCollector
+from largebatch.noise.collect.step_norms import StepNorms
 from largebatch.noise.partition import Partition
 from largebatch.noise.precondition import metric_of
-from largebatch.noise.reduce import LossScaling, StepSums, pack, refusal
-from largebatch.noise.scaler import is_unscaled, loss_scale
-from largebatch.noise.sharded import ShardedCollector
-from largebatch.noise.step_norms import StepNorms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class StepMeter:
         if per_example:
             if precondition_by is not None:
                 raise ConfigError("per_example does not know an optimizer's metric: leave precondition_by out.")
-            from largebatch.noise.per_example import PerExampleCollector
+            from largebatch.noise.per_example.collector import PerExampleCollector
 
             self._per_example = PerExampleCollector(
                 layout.ddp.module if layout.ddp is not None else model,

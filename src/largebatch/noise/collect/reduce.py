@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from largebatch.noise.collect import StepNorms
+from largebatch.noise.collect.collector import StepNorms
 from largebatch.noise.moments import NormSums, StepMoments, solve_sums
 
 LossScaling = Literal["step_mean", "local_mean", "microbatch_mean", "sum"]

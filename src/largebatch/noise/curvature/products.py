@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from largebatch.errors import ConfigError
+from largebatch.noise.curvature.probe import Count, GradientProbe, Loss, check_counts
 from largebatch.noise.estimate import NoiseScale, noise_scale
 from largebatch.noise.moments import solve_moments
-from largebatch.noise.probe import Count, GradientProbe, Loss, check_counts
 from largebatch.units import check_unit
 
 

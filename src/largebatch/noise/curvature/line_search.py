@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from largebatch.errors import ConfigError
+from largebatch.noise.curvature.probe import Count, GradientProbe, Loss, check_counts
 from largebatch.noise.estimate import NORMAL_QUANTILE
-from largebatch.noise.probe import Count, GradientProbe, Loss, check_counts
 from largebatch.units import check_unit
 
 Array = NDArray[np.float64]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.errors import ConfigError
 from largebatch.groups import num_workers
-from largebatch.noise.fsdp import find_bundles, find_spread, is_fsdp_module
+from largebatch.noise.collect.fsdp import find_bundles, find_spread, is_fsdp_module
 
 logger = logging.getLogger(__name__)
 
