@@ -1,8 +1,9 @@
 """How noisy is a gradient, told from two steps in a row?
 
-For loops with one backward a step and no way to divide it. Two consecutive steps serve as two microbatches of one, so that nothing but p.grad is needed. It is BIASED, because the
-weights move in between: along the noise of the first gradient, so that the second one is turned against it. For SGD on
-a quadratic with Hessian H, learning rate eps and batch B
+For loops with one backward a step and no way to divide it: two consecutive steps serve as two microbatches of one, so
+that nothing but p.grad is needed. It is BIASED, because the weights move in between, along the noise of the first
+gradient, so that the second one is turned against it. For SGD on a quadratic with Hessian H, learning rate eps and
+batch B
 
     E[tr(Sigma)^] = tr(Sigma) + eps tr(H Sigma) + (eps^2 / 2) (tr(H^2 Sigma) + B G'H^2 G)
     E[|G|^2^]     = G'(1 - eps H) G - eps tr(H Sigma) / B
