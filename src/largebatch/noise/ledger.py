@@ -32,7 +32,9 @@ class Ledger:
     def __init__(self, names: Sequence[str], *, half_life: float | Duration | None, unit: str) -> None:
         """Start with no steps, for groups of these names; `half_life` and `unit` as in `RunningNoiseScale`."""
         self.total = RunningNoiseScale(half_life=half_life, unit=unit)
-        self.groups = {name: RunningNoiseScale(half_life=half_life, unit=unit) for name in names}
+        one = len(names) == 1
+        self.groups = {name: self.total if one else RunningNoiseScale(half_life=half_life, unit=unit) for name in names}
+        """By name; a single group is the total."""
         self.preconditioned = RunningNoiseScale(half_life=half_life, unit=unit)
         self.last_batch: int | None = None
         """Units in the last measured step."""
@@ -46,7 +48,9 @@ class Ledger:
             groups=plain,
             preconditioned=add_moments(rows[len(plain) :]) if weighed else None,
         )
-        pairs = [(self.total, found.moments), *((self.groups[name], part) for name, part in plain.items())]
+        pairs = [(self.total, found.moments)]
+        if len(plain) > 1:
+            pairs += [(self.groups[name], part) for name, part in plain.items()]
         if found.preconditioned is not None:
             pairs.append((self.preconditioned, found.preconditioned))
         for running, moments in pairs:

@@ -25,7 +25,7 @@ from largebatch.noise.advice import Advice, OptimizerKind
 from largebatch.noise.advise import advise
 from largebatch.noise.cadence import Cadence
 from largebatch.noise.collect.layout import find_layout, named_trainable, warn_of_batch_norm
-from largebatch.noise.collect.meter import StepMeter
+from largebatch.noise.meter import StepMeter
 from largebatch.noise.collect.reduce import LossScaling
 from largebatch.noise.estimate import NoiseScale
 from largebatch.noise.ledger import Ledger, MeasuredStep

@@ -36,8 +36,8 @@ class Gradients:
         """`version_of` each when it was last given one."""
         self.mark = mark
         """The parameter whose norm is read at a backward's end, -1 before the first."""
-        self.sq_norm_mark = torch.zeros(())
-        """That norm."""
+        self.sq_norm_mark: Tensor | None = None
+        """That norm; None where it was not read."""
         self._parameters, self._is_ddp = parameters, is_ddp
         self._before: dict[int, tuple[int, int]] = {}
 
@@ -47,23 +47,28 @@ class Gradients:
             self._before = {i: version_of(p.grad) for i, p in enumerate(self._parameters) if i != index}
         self.arrived.add(index)
 
-    def note(self) -> None:
-        """At a backward's end: note how the gradients are now."""
+    def note(self, *, mark: bool) -> None:
+        """At a backward's end: note how the gradients are now; `mark` reads the norm of one."""
         if not self.arrived:
             return
         # Only now: gradients that are views of one tensor (of a concatenation, of DDP's buckets) share one version.
         for index in self.arrived:
             self.versions[index] = version_of(self._parameters[index].grad)
+        if not mark:
+            self.sq_norm_mark = None
+            return
         if self.mark not in self.arrived:
             sizes = {index: self._parameters[index].numel() for index in sorted(self.arrived)}
             small = [index for index, size in sizes.items() if size <= MARK]
             self.mark = max(small, key=sizes.__getitem__) if small else min(sizes, key=sizes.__getitem__)
         # Neither `.data` nor a gradient scaler on a CPU counts versions up: one gradient's norm shows them.
-        self.sq_norm_mark = self.sq_norm_mark_now()
+        self.sq_norm_mark = sq_norm(self._parameters[self.mark].grad)
 
-    def sq_norm_mark_now(self) -> Tensor:
-        """The norm of the gradient that `sq_norm_mark` was of."""
-        return sq_norm(self._parameters[self.mark].grad)
+    def marks(self) -> tuple[Tensor, Tensor]:
+        """`sq_norm_mark` and the same norm now; the same twice where it was not read."""
+        if self.sq_norm_mark is None:
+            return torch.zeros(()), torch.zeros(())
+        return self.sq_norm_mark, sq_norm(self._parameters[self.mark].grad)
 
     def given_up(self) -> set[int]:
         """Gradients that had arrived and were set to None or to 0 since: the step was given up and begins again.

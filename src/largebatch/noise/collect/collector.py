@@ -184,6 +184,7 @@ class GradientCollector:
             gradients |= arrived.given_by_others()
         self._mark, self._expected = arrived.mark, len(microbatches)
         device = next(grad.device for grad in gradients.values())
+        before, now = arrived.marks()
         sq_norm_step = self._sum_step(gradients, {} if may_be_unscaled else hot, device)
         self._unweighed = False
         return StepNorms(
@@ -192,8 +193,8 @@ class GradientCollector:
             sq_norms=self._sum_microbatches(microbatches, device),
             sq_norm_step=sq_norm_step,
             sq_norm_stale=Tally().sums(stale, [0] * len(stale), 1, device)[0],
-            mark_before=arrived.sq_norm_mark,
-            mark_now=arrived.sq_norm_mark_now(),
+            mark_before=before,
+            mark_now=now,
             skip=skip,
             weighed=weighed,
         )
@@ -232,6 +233,8 @@ class GradientCollector:
     def _watch(self, *, joining: bool = False) -> bool:
         """Hook into parameters that are new; whether one of them has a gradient already (or, at first, any is)."""
         found = False
+        if joining and all(id(p) in self._known or not p.requires_grad for p in self._model.parameters()):
+            return False
         for name, parameter in named_trainable(self._model, self._layout):
             if id(parameter) in self._known:
                 continue
@@ -343,7 +346,9 @@ class GradientCollector:
 
     def _on_end(self) -> None:
         started = perf_counter()
-        self._gradients.note()
+        # Where more microbatches are expected, nobody will ask.
+        num = len(self._microbatches) + (self._context is not None)
+        self._gradients.note(mark=self._expected == NEVER or num >= self._expected)
         self.seconds += perf_counter() - started
 
     def _forget_all_but(self, current: Microbatch, backward: int, index: int) -> None:
