@@ -58,7 +58,7 @@ def test_a_step_in_twenty_is_measured_where_measuring_costs_a_fifth_of_it():
 def test_dearer_measuring_is_never_done_more_often():
     def every(share):
         cadence = Cadence(overhead=0.01)
-        for _ in range(MEMORY):
+        for _ in range(WARMUP):
             cadence.note(step_seconds=1 + share, cost_seconds=share)
         return cadence.every()
 
@@ -71,7 +71,7 @@ def test_dearer_measuring_is_never_done_more_often():
 def test_a_spike_does_not_freeze_the_cadence(num_spikes):
     cadence = Cadence(overhead=0.01)
     usual = 5
-    for _ in range(MEMORY):
+    for _ in range(WARMUP):
         cadence.note(step_seconds=1.045, cost_seconds=0.045)
     assert cadence.every() == usual
     for _ in range(num_spikes):
@@ -100,7 +100,7 @@ def test_nothing_is_decided_before_the_warmup_ends():
 def test_measuring_seldom_is_logged_once(caplog):
     cadence = Cadence(overhead=0.01)
     with caplog.at_level(logging.INFO):
-        for _ in range(MEMORY):
+        for _ in range(WARMUP + 2):
             cadence.note(step_seconds=1.5, cost_seconds=0.5)
             cadence.every()
     assert [record.message.split(",")[0] for record in caplog.records] == ["measuring takes 50 % of a step"]

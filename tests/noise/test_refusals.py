@@ -95,10 +95,11 @@ def test_sparse_gradients_are_refused_when_the_layer_says_so_and_when_they_come(
     with pytest.raises(ConfigError, match=r"Embedding\(sparse=True\).*sparse=False"):
         NoiseScaleMonitor(embedding, microbatch=1)
     dense = nn.Embedding(5, 2)
-    with NoiseScaleMonitor(dense, microbatch=1, every=1):
+    with NoiseScaleMonitor(dense, microbatch=1, every=1) as monitor:
         dense.sparse = True
+        two_backwards(dense, torch.tensor([1, 2]))
         with pytest.raises(ConfigError, match="sparse gradient"):
-            two_backwards(dense, torch.tensor([1, 2]))
+            monitor.step()
 
 
 def test_gradients_that_were_left_over_are_refused():

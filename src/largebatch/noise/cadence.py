@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
 
-WARMUP = 3
-"""Measured steps at first, before anything is decided: the first ones are slow for other reasons."""
+WARMUP = 10
+"""Measured steps before anything is decided: the first ones are slow for other reasons, and an interval needs 8."""
 MEMORY = 9
 """Measured steps that are looked back on."""
 SPIKE = 3.0

@@ -170,8 +170,10 @@ class RunningNoiseScale:
 
     def update(self, *, trace_cov: float, grad_sq_norm: float, batch: int) -> None:
         """Take in one step's moments and its batch in units; raises ConfigError if one is not finite."""
-        (moments,) = _as_moments([trace_cov], [grad_sq_norm])
-        self._sums.add(moments, float(_decays(self.half_life, np.array([float(batch)]))[0]))
+        if not (math.isfinite(trace_cov) and math.isfinite(grad_sq_norm)):
+            raise ConfigError(f"moments are finite numbers; got {[trace_cov, grad_sq_norm]}. Leave the step out.")
+        decay = 1.0 if self.half_life is None else float(_decays(self.half_life, np.array([float(batch)]))[0])
+        self._sums.add(np.array([trace_cov, grad_sq_norm]), decay)
 
     def estimate(self) -> NoiseScale:
         """Return the noise scale over the steps seen so far."""

@@ -21,6 +21,9 @@ from largebatch.noise.collect.step_norms import StepNorms
 from largebatch.noise.partition import Partition
 from largebatch.noise.precondition import metric_of
 
+SCALED_MARKS = 16
+"""Gradients, all over the model, that show whether a gradient scaler has unscaled some of them only."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
@@ -74,6 +77,7 @@ class StepMeter:
             row_of=partition.row_of,
             num_rows=len(partition.names),
             weigh=None if precondition_by is None else metric_of(precondition_by),
+            num_marks=1 if grad_scaler is None else SCALED_MARKS,
         )
         self._per_example: Any = None
         if per_example:
@@ -101,7 +105,7 @@ class StepMeter:
     @property
     def seconds(self) -> float:
         """Host time spent in hooks since the last step."""
-        return self.collector.seconds
+        return self.collector.seconds + (getattr(self._per_example, "seconds", 0.0))
 
     def microbatch(self, units: int) -> AbstractContextManager[None]:
         """All backwards inside are one microbatch."""
@@ -143,6 +147,13 @@ class StepMeter:
         )  # fmt: skip
         return Reading(step=step, sums=sums, skip=norms.skip, wide=norms.wide)
 
+    def discard(self) -> None:
+        """Forget the step under way and the sums that were not read."""
+        self._under_way = None
+        self.collector.discard()
+        if self._per_example is not None:
+            self._per_example.discard()
+
     def close(self) -> None:
         """Remove every hook."""
         self.collector.close()
@@ -178,7 +189,5 @@ class StepMeter:
         is_cuda = payload.device.type == "cuda"
         host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=is_cuda)
         host.copy_(payload, non_blocking=is_cuda)
-        event = torch.Event(payload.device) if is_cuda else None
-        if event is not None:
-            event.record()
+        event = torch.cuda.current_stream(payload.device).record_event() if is_cuda else None
         return step, host, event, norms

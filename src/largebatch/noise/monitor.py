@@ -25,10 +25,10 @@ from largebatch.noise.advice import Advice, OptimizerKind
 from largebatch.noise.advise import advise
 from largebatch.noise.cadence import Cadence
 from largebatch.noise.collect.layout import find_layout, named_trainable, warn_of_batch_norm
-from largebatch.noise.meter import StepMeter
 from largebatch.noise.collect.reduce import LossScaling
 from largebatch.noise.estimate import NoiseScale
 from largebatch.noise.ledger import Ledger, MeasuredStep
+from largebatch.noise.meter import StepMeter
 from largebatch.noise.moments import StepMoments
 from largebatch.noise.partition import Groups, Partition
 from largebatch.units import Duration, check_unit
@@ -171,17 +171,28 @@ class NoiseScaleMonitor:
     def advise(
         self,
         *,
-        lr: float,
+        lr: float | None = None,
         batch: int | None = None,
         optimizer: OptimizerKind | None = None,
         tokens_per_sequence: int | None = None,
     ) -> Advice:
-        """What batch, learning rate and accumulation the noise scale supports now; `str()` of it is a paragraph.
+        """What batch, learning rate and accumulation the noise scale supports now, by `largebatch.noise.advise`.
 
-        `batch`: None is that of the last measured step. The rest as in `largebatch.noise.advise`.
+        Args:
+            lr: learning rate now, > 0, taken for well tuned at `batch`; None is not said, and a factor is given.
+            batch: in `unit`, >= 1, in a step now; None is the median of the last 31 measured steps.
+            optimizer: "sgd", "adam" (also AdamW, RMSProp), or None for not said: both rules' factors are given.
+            tokens_per_sequence: for a monitor in tokens, those in a row of a Hugging Face batch, for `hf_arguments`.
+
+        Returns:
+            Advice: `print` it to read it. While the noise scale is unresolved its `resolved` is False, `reason` says
+            why, and nothing is advised.
+
+        Raises:
+            ConfigError: a value that is none of these.
         """
         return advise(
-            self.noise_scale, batch=self._ledger.last_batch if batch is None else batch, microbatch=self._microbatch,
+            self.noise_scale, batch=self._ledger.typical_batch if batch is None else batch, microbatch=self._microbatch,
             world_size=self._layout.world_size, lr=lr, optimizer=optimizer, tokens_per_sequence=tokens_per_sequence,
         )  # fmt: skip
 
@@ -310,6 +321,7 @@ class NoiseScaleMonitor:
             self._ledger.load_state_dict(state["ledger"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"this is no state of a NoiseScaleMonitor: {error!r}.") from error
+        self._meter.discard()
         self.num_steps, self.num_skipped, self._every, self._voted, self._next = numbers.values()
         self._meter.collector.buffering, self._wide = buffering, wide
         self._enable()
@@ -319,8 +331,10 @@ class NoiseScaleMonitor:
 
     def close(self) -> None:
         """Remove the hooks; the noise scale measured so far stays readable."""
-        self._settle()
-        self._meter.close()
+        try:
+            self._settle()
+        finally:
+            self._meter.close()
 
     def __enter__(self) -> NoiseScaleMonitor:
         return self
@@ -328,4 +342,7 @@ class NoiseScaleMonitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:  # a sum that was not read is no reason to hide the error
+            self._meter.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch.autograd.variable import Variable
@@ -34,6 +35,22 @@ def is_nested() -> bool:
 def at_end(callback: Callable[[], None]) -> None:
     """Call at the end of the backward that runs now, after what was queued before."""
     Variable._execution_engine.queue_callback(callback)  # pyright: ignore
+
+
+def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
+    """`method` with its first arguments, for a hook that does not keep the method's object alive.
+
+    The garbage collector does not see through hooks after accumulation: one that held a collector, which holds the
+    parameters, would keep all of them for ever.
+    """
+    reference = WeakMethod(method)
+
+    def hook(*rest: Any) -> None:
+        found = reference()
+        if found is not None:
+            found(*args, *rest)
+
+    return hook
 
 
 def check_units(units: Any, *, inside: bool) -> None:

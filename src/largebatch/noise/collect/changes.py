@@ -22,22 +22,32 @@ def version_of(grad: Tensor | None) -> tuple[int, int]:
 class Gradients:
     """The gradients of one step: which have arrived, and the state each was left in."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, is_ddp: bool, mark: int = -1) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        is_ddp: bool,
+        marks: tuple[int, ...] = (),
+        num_marks: int = 1,
+    ) -> None:
         """A step that nothing has arrived in.
 
         Args:
             parameters: what is watched; it may grow.
             is_ddp: whether DistributedDataParallel writes the gradients once more at the end of a backward.
-            mark: the parameter whose norm was read at the last step.
+            marks: the parameters whose norms were read at the last step.
+            num_marks: how many to read.
         """
         self.arrived: set[int] = set()
         """Parameters, by their index, that a backward has given a gradient to."""
         self.versions: dict[int, tuple[int, int]] = {}
         """`version_of` each when it was last given one."""
-        self.mark = mark
-        """The parameter whose norm is read at a backward's end, -1 before the first."""
-        self.sq_norm_mark: Tensor | None = None
-        """That norm; None where it was not read."""
+        self.marks = marks
+        """The parameters whose norms are read at a backward's end."""
+        self.problem = ""
+        """What was done to the gradients that cannot be measured; empty if nothing."""
+        self._sq_norms: Tensor | None = None
+        self._num_marks = num_marks
         self._parameters, self._is_ddp = parameters, is_ddp
         self._before: dict[int, tuple[int, int]] = {}
 
@@ -48,27 +58,37 @@ class Gradients:
         self.arrived.add(index)
 
     def note(self, *, mark: bool) -> None:
-        """At a backward's end: note how the gradients are now; `mark` reads the norm of one."""
+        """At a backward's end: note how the gradients are now; `mark` reads the norms of the marks."""
         if not self.arrived:
             return
         # Only now: gradients that are views of one tensor (of a concatenation, of DDP's buckets) share one version.
         for index in self.arrived:
             self.versions[index] = version_of(self._parameters[index].grad)
         if not mark:
-            self.sq_norm_mark = None
+            self._sq_norms = None
             return
-        if self.mark not in self.arrived:
-            sizes = {index: self._parameters[index].numel() for index in sorted(self.arrived)}
-            small = [index for index, size in sizes.items() if size <= MARK]
-            self.mark = max(small, key=sizes.__getitem__) if small else min(sizes, key=sizes.__getitem__)
-        # Neither `.data` nor a gradient scaler on a CPU counts versions up: one gradient's norm shows them.
-        self.sq_norm_mark = sq_norm(self._parameters[self.mark].grad)
+        if not self.marks or not self.arrived.issuperset(self.marks):
+            self.marks = self._choose()
+        # Neither `.data` nor a gradient scaler on a CPU counts versions up: these norms show them.
+        self._sq_norms = self._read_marks()
 
-    def marks(self) -> tuple[Tensor, Tensor]:
-        """`sq_norm_mark` and the same norm now; the same twice where it was not read."""
-        if self.sq_norm_mark is None:
-            return torch.zeros(()), torch.zeros(())
-        return self.sq_norm_mark, sq_norm(self._parameters[self.mark].grad)
+    def sq_norms_of_marks(self) -> tuple[Tensor, Tensor]:
+        """Squared norms of the marks at the last backward's end and now; the same twice where they were not read."""
+        if self._sq_norms is None:
+            return torch.zeros(1), torch.zeros(1)
+        return self._sq_norms, self._read_marks()
+
+    def _choose(self) -> tuple[int, ...]:
+        """The largest gradients that are small enough, or as many all over the model as are wanted."""
+        sizes = {index: self._parameters[index].numel() for index in sorted(self.arrived)}
+        small = [index for index, size in sizes.items() if size <= MARK] or [min(sizes, key=sizes.__getitem__)]
+        if self._num_marks == 1:
+            return (max(small, key=sizes.__getitem__),)
+        return tuple(small[:: -(-len(small) // self._num_marks)])
+
+    def _read_marks(self) -> Tensor:
+        norms = [sq_norm(self._parameters[index].grad) for index in self.marks]
+        return torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms])
 
     def given_up(self) -> set[int]:
         """Gradients that had arrived and were set to None or to 0 since: the step was given up and begins again.
@@ -85,9 +105,10 @@ class Gradients:
             if self._is_ddp and held.data_ptr() != address:
                 continue  # DDP has rebuilt its buckets and moved the gradient
             if held._version != version:
-                gone.add(index)
-                if torch.count_nonzero(held.detach()):
-                    raise ConfigError(
+                if not torch.count_nonzero(held.detach()):
+                    gone.add(index)
+                else:
+                    self.problem = (
                         "gradients were changed between two backwards of one step: clip and scale after step()."
                     )
         return gone

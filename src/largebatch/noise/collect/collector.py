@@ -9,9 +9,9 @@ Under DistributedDataParallel the tensor hook still sees this worker's own gradi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
 from largebatch.groups import share_out
-from largebatch.noise.collect.backwards import at_end, backward_id, check_parts, check_units, is_nested
+from largebatch.noise.collect.backwards import at_end, backward_id, check_parts, check_units, is_nested, weakly
 from largebatch.noise.collect.changes import Gradients
 from largebatch.noise.collect.fsdp import is_fsdp_module
-from largebatch.noise.collect.layout import Layout, check_hooks, named_trainable
-from largebatch.noise.collect.norms import Tally, sq_norm_dots
-from largebatch.noise.collect.step_norms import Microbatch, StepNorms
+from largebatch.noise.collect.layout import Layout, check_averaged, named_trainable
+from largebatch.noise.collect.norms import Tally, sq_norm_dots, total
+from largebatch.noise.collect.step_norms import Microbatch, StepNorms, sum_microbatches
 
 NEVER = 10**9
 """More microbatches than any step has."""
@@ -57,6 +57,7 @@ class GradientCollector:
         num_rows: int = 1,
         weigh: Weigh | None = None,
         read_microbatches: bool = True,
+        num_marks: int = 1,
     ) -> None:
         """Hook into every parameter that requires a gradient.
 
@@ -68,6 +69,7 @@ class GradientCollector:
             num_rows: rows there are.
             weigh: a second metric; its norms follow in as many rows again.
             read_microbatches: whether microbatches are read at all (else only their sum is).
+            num_marks: gradients whose norms are read twice, to see whether something has changed them.
 
         Raises:
             ConfigError: no parameter requires a gradient.
@@ -97,12 +99,12 @@ class GradientCollector:
         self._begun = self._running = -1
         self._current = Microbatch(units=default_units)
         self._gone: set[int] = set()
-        self._mark, self._expected = -1, NEVER
+        self._marks, self._expected, self._num_marks, self._lock = (), NEVER, num_marks, threading.Lock()
         self._reset()
         if not self._watch():
             raise ConfigError("the model has no parameter that requires a gradient: there is nothing to measure.")
         if self._layout.ddp is not None:
-            self._forward_handle = self._layout.ddp.register_forward_pre_hook(self._on_forward)
+            self._forward_handle = self._layout.ddp.register_forward_pre_hook(weakly(self._on_forward))
 
     @property
     def enabled(self) -> bool:
@@ -130,7 +132,7 @@ class GradientCollector:
         try:
             yield
         except BaseException:
-            self._skip = self._skip or "a microbatch ended in an error"
+            self.give_up("a microbatch ended in an error")
             raise
         finally:
             self._context = None
@@ -139,9 +141,9 @@ class GradientCollector:
             return
         if not current.seen:
             raise ConfigError(f"no backward reached the parameters inside this microbatch({units}) context.")
-        for index, total in current.sums.items():
-            current.parts.append((self._rows[index], sq_norm_dots(total, wide=self.wide)))
-            current.parts.append((self._rows[index] + self._num_plain, self._weighed(index, total)))
+        for index, summed in current.sums.items():
+            current.parts.append((self._rows[index], sq_norm_dots(summed, wide=self.wide)))
+            current.parts.append((self._rows[index] + self._num_plain, self._weighed(index, summed)))
         current.sums.clear()
         self._microbatches.append(current)
 
@@ -157,10 +159,13 @@ class GradientCollector:
                 never averaged over the workers; backwards that look like parts of one microbatch.
         """
         microbatches, arrived, hot, skip = self._microbatches, self._gradients, self._hot, self._skip
+        problem = self._problem
         stale, weighed = self._stale, self._weigh is not None and not self._unweighed
         if self._context is not None:
             raise ConfigError("step() was called inside a microbatch context: leave it first.")
         self._reset()
+        if problem:
+            raise ConfigError(problem)
         if self._watch(joining=True):
             skip = skip or "a parameter joined after the monitor was made; it is watched from the next step on"
         if not microbatches:
@@ -175,24 +180,19 @@ class GradientCollector:
                 "optimizer.step(); with a GradScaler give it to the monitor as grad_scaler."
             )
         if self._layout.ddp is not None:
-            if not self._synced:
-                raise ConfigError(
-                    "the step's last forward was under no_sync(), so its gradients were not averaged over the workers: "
-                    "leave the last microbatch of every step outside it."
-                )
-            check_hooks(self._layout.ddp)
+            check_averaged(self._layout.ddp, synced=self._synced)
             gradients |= arrived.given_by_others()
-        self._mark, self._expected = arrived.mark, len(microbatches)
+        self._marks, self._expected = arrived.marks, len(microbatches)
         device = next(grad.device for grad in gradients.values())
-        before, now = arrived.marks()
+        before, now = arrived.sq_norms_of_marks()
         sq_norm_step = self._sum_step(gradients, {} if may_be_unscaled else hot, device)
         self._unweighed = False
         return StepNorms(
             units=tuple(microbatch.units for microbatch in microbatches),
             together=tuple(microbatch.units for microbatch in microbatches),
-            sq_norms=self._sum_microbatches(microbatches, device),
+            sq_norms=sum_microbatches(microbatches, self.num_rows, self._tallies[0], device),
             sq_norm_step=sq_norm_step,
-            sq_norm_stale=Tally().sums(stale, [0] * len(stale), 1, device)[0],
+            sq_norm_stale=total(stale, device),
             mark_before=before,
             mark_now=now,
             skip=skip,
@@ -200,8 +200,9 @@ class GradientCollector:
         )
 
     def give_up(self, reason: str) -> None:
-        """Have this step skipped because of `reason`."""
-        self._skip = self._skip or reason
+        """Have this step skipped because of `reason`, if it is one that is measured."""
+        if self.enabled:
+            self._skip = self._skip or reason
 
     def discard(self) -> None:
         """Forget what has arrived since the last step."""
@@ -220,8 +221,8 @@ class GradientCollector:
         parameter = self._parameters[index]
         if parameter.requires_grad:
             self._handles += (
-                parameter.register_hook(partial(self._on_gradient, index)),
-                parameter.register_post_accumulate_grad_hook(partial(self._on_accumulated, index)),
+                parameter.register_hook(weakly(self._on_gradient, index)),
+                parameter.register_post_accumulate_grad_hook(weakly(self._on_accumulated, index)),
             )
 
     def _detach(self) -> None:
@@ -252,10 +253,11 @@ class GradientCollector:
     def _reset(self) -> None:
         self._microbatches: list[Microbatch] = []
         self._by_backward: dict[int, Microbatch] = {}
-        self._gradients = Gradients(self._parameters, is_ddp=self._layout.ddp is not None, mark=self._mark)
+        is_ddp = self._layout.ddp is not None
+        self._gradients = Gradients(self._parameters, is_ddp=is_ddp, marks=self._marks, num_marks=self._num_marks)
         self._stale: list[Tensor] = []
         self._hot: dict[int, Sequence[Tensor]] = {}
-        self._skip = ""
+        self._skip = self._problem = ""
         self._unweighed = False
         self.seconds = 0.0
 
@@ -269,10 +271,11 @@ class GradientCollector:
         backward = backward_id()
         if backward != self._begun:
             self._begun, self._gone = backward, self._gradients.given_up()
+            if self._gradients.problem:
+                self._fail(self._gradients.problem)
         if grad.is_sparse:
-            raise ConfigError(
-                "a sparse gradient is not measured: make the layer with sparse=False, or close() the monitor."
-            )
+            self._fail("a sparse gradient is not measured: make the layer with sparse=False.")
+            return
         dots = weighed = stale = NOTHING
         copy = None
         if self._read:
@@ -306,8 +309,8 @@ class GradientCollector:
         if stale:
             self._stale += stale
         if copy is not None:
-            total = current.sums.get(index)
-            current.sums[index] = copy if total is None else total.add_(copy)
+            held = current.sums.get(index)
+            current.sums[index] = copy if held is None else held.add_(copy)
         elif index in current.seen and self._read:
             self.buffering = True
             self._skip = self._skip or "a microbatch had an unforeseen second backward"
@@ -328,9 +331,16 @@ class GradientCollector:
                 self._hot.pop(index, None)
         self.seconds += perf_counter() - started
 
+    def _fail(self, problem: str) -> None:
+        """Keep an error for `take`: raised in a hook on one worker only, it would leave the others waiting."""
+        self._problem = self._problem or problem
+
     def _begin_backward(self, backward: int) -> None:
-        self._running = backward
-        self._current = self._context or self._by_backward.get(backward) or self._begin_microbatch(backward)
+        with self._lock:  # one backward over several devices has a thread for each
+            if backward == self._running:
+                return
+            self._current = self._context or self._by_backward.get(backward) or self._begin_microbatch(backward)
+            self._running = backward
         # DDP writes the averages in a callback at the backward's end; one queued from there comes after it.
         at_end(self._on_end if self._layout.ddp is None else lambda: at_end(self._on_end))
 
@@ -354,7 +364,8 @@ class GradientCollector:
     def _forget_all_but(self, current: Microbatch, backward: int, index: int) -> None:
         """The gradients were set to None since they came: the step begins with the microbatch that runs now."""
         if index in current.seen:
-            raise ConfigError("gradients were set to None inside a microbatch context: zero them between steps only.")
+            self._fail("gradients were set to None inside a microbatch context: zero them between steps only.")
+            return
         versions, seconds = self._gradients.versions, self.seconds
         self._reset()
         self.seconds = seconds
@@ -373,12 +384,6 @@ class GradientCollector:
             self._unweighed = True
             return []
         return sq_norm_dots(grad, weights, wide=self.wide)
-
-    def _sum_microbatches(self, microbatches: list[Microbatch], device: torch.device) -> Tensor:
-        num = len(microbatches)
-        parts = [(row * num + k, dots) for k, microbatch in enumerate(microbatches) for row, dots in microbatch.parts]
-        owners, dots = [owner for owner, group in parts for _ in group], [dot for _, group in parts for dot in group]
-        return self._tallies[0].sums(dots, owners, self.num_rows * num, device).view(self.num_rows, num)
 
     def _sum_step(self, gradients: dict[int, Tensor], hot: dict[int, Sequence[Tensor]], device: torch.device) -> Tensor:
         """Squared norm of the gradients as they are (dots in `hot` are known); under DDP this worker's share of it."""

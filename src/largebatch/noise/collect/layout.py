@@ -92,8 +92,13 @@ def find_layout(model: nn.Module) -> Layout:
     return Layout(kind="ddp", world_size=world_size, rank=dist.get_rank(group), groups=groups, ddp=ddp)
 
 
-def check_hooks(ddp: DistributedDataParallel) -> None:
-    """Raise ConfigError if a communication hook of `ddp` makes p.grad something else than the mean gradient."""
+def check_averaged(ddp: DistributedDataParallel, *, synced: bool) -> None:
+    """Raise ConfigError unless `ddp` leaves the mean gradient in p.grad; `synced` says whether it sent any."""
+    if not synced:
+        raise ConfigError(
+            "the step's last forward was under no_sync(), so its gradients were not averaged over the workers: "
+            "leave the last microbatch of every step outside it."
+        )
     for hook, _ in getattr(ddp, "_comm_hooks", ()):
         name = getattr(hook, "__name__", type(hook).__name__)
         if name not in EXACT_HOOKS:

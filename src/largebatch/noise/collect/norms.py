@@ -67,6 +67,13 @@ def flat_view(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def total(dots: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of dots on `device`, 0 for none; 0-dim, no host sync."""
+    if not dots:
+        return torch.zeros((), device=device)
+    return torch.stack([dot.to(device, non_blocking=True) for dot in dots]).sum()
+
+
 class Tally:
     """Adds dot products up by owner, on their device, in float64 (float32 where a device has no wider)."""
 
@@ -84,7 +91,7 @@ class Tally:
             return total
         key = tuple(owners)
         if self._owners[0] != key or self._owners[1].device != device:
-            self._owners = (key, torch.tensor(key, device=device))
+            self._owners = (key, torch.tensor(key).to(device, non_blocking=True))
         values = torch.stack([dot if dot.device == device else dot.to(device, non_blocking=True) for dot in dots])
         return total.index_add_(0, self._owners[1], values.to(wide))
 

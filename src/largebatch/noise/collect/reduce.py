@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from largebatch.noise.collect.collector import StepNorms
+from largebatch.noise.collect.step_norms import StepNorms
 from largebatch.noise.moments import NormSums, StepMoments, solve_sums
 
 LossScaling = Literal["step_mean", "local_mean", "microbatch_mean", "sum"]
@@ -175,7 +175,7 @@ def pack(
     payload = torch.cat([header.to(device, dtype, non_blocking=True), small, step])
     payload[_STALE] = norms.sq_norm_stale
     before, now = norms.mark_before.to(device, dtype), norms.mark_now.to(device, dtype)
-    payload[_CHANGED] = ((now * scale**2 if unscaled else now) - before).abs() > CHANGE * before
+    payload[_CHANGED] = (((now * scale**2 if unscaled else now) - before).abs() > CHANGE * before).any()
     return payload
 
 

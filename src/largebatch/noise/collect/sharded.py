@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
-from largebatch.noise.collect.backwards import at_end, backward_id, check_units, is_nested
+from largebatch.noise.collect.backwards import at_end, backward_id, check_units, is_nested, weakly
 from largebatch.noise.collect.changes import MARK
 from largebatch.noise.collect.collector import Weigh
 from largebatch.noise.collect.fsdp import (
@@ -30,7 +30,7 @@ from largebatch.noise.collect.fsdp import (
     local,
 )
 from largebatch.noise.collect.layout import Layout, plain_name
-from largebatch.noise.collect.norms import Tally, sq_norm, sq_norm_dots
+from largebatch.noise.collect.norms import Tally, sq_norm, sq_norm_dots, total
 from largebatch.noise.collect.reduce import LossScaling
 from largebatch.noise.collect.shares import Backward, Share, Shares
 from largebatch.noise.collect.step_norms import StepNorms
@@ -72,6 +72,7 @@ class ShardedCollector:
         num_rows: int = 1,
         weigh: Weigh | None = None,
         read_microbatches: bool = True,
+        num_marks: int = 1,
         loss_scaling: LossScaling = "step_mean",
     ) -> None:
         """Stand in for the reduce-scatters of `model`; see `collect.GradientCollector` for the arguments.
@@ -132,7 +133,7 @@ class ShardedCollector:
         try:
             yield
         except BaseException:
-            self._skip = self._skip or "a microbatch ended in an error"
+            self.give_up("a microbatch ended in an error")
             raise
         finally:
             self._context = None
@@ -173,15 +174,16 @@ class ShardedCollector:
             together=tuple(share.backwards[0].units for share in shares),
             sq_norms=self._sum_shares(shares, device),
             sq_norm_step=self._sum_step(gradients, device),
-            sq_norm_stale=Tally().sums(stale, [0] * len(stale), 1, device)[0],
+            sq_norm_stale=total(stale, device),
             mark_before=mark,
             mark_now=sq_norm(self._grad(self._mark)) * (1 + drift),
             skip=skip,
         )
 
     def give_up(self, reason: str) -> None:
-        """Have this step skipped because of `reason`."""
-        self._skip = self._skip or reason
+        """Have this step skipped because of `reason`, if it is one that is measured."""
+        if self.enabled:
+            self._skip = self._skip or reason
 
     def discard(self) -> None:
         """Forget what has arrived since the last step."""
@@ -239,7 +241,9 @@ class ShardedCollector:
             for index, parameter in zip(self._members[number], parameters, strict=True):
                 if parameter is not None and parameter.requires_grad and id(parameter) not in self._hooked:
                     self._hooked[id(parameter)] = parameter
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(partial(_call, hook, index)))
+                    self._handles.append(
+                        parameter.register_post_accumulate_grad_hook(partial(_call, weakly(hook), index))
+                    )
 
     def _on_arrived(self, index: int) -> None:
         """A parameter has taken this worker's own gradient."""

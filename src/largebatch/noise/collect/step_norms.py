@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from largebatch.noise.collect.norms import Tally
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,3 +55,11 @@ class Microbatch:
     """Parameters (by index) that have a gradient in it."""
     sums: dict[int, Tensor] = field(default_factory=dict)
     """Only while buffering: the sum of its gradients per parameter, freed when the context ends."""
+
+
+def sum_microbatches(microbatches: Sequence[Microbatch], num_rows: int, tally: Tally, device: torch.device) -> Tensor:
+    """The squared norm of each microbatch, shape (num_rows, K), from its dot products."""
+    num = len(microbatches)
+    parts = [(k, row, dots) for k, microbatch in enumerate(microbatches) for row, dots in microbatch.parts]
+    owners = [row * num + k for k, row, dots in parts for _ in dots]
+    return tally.sums([dot for *_, dots in parts for dot in dots], owners, num_rows * num, device).view(num_rows, num)
