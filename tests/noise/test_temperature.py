@@ -5,7 +5,7 @@ import pytest
 
 from largebatch.errors import ConfigError
 from largebatch.noise.curvature.products import CurvatureMoments, b_noise
-from largebatch.noise.curvature.temperature import temperature
+from largebatch.noise.curvature.temperature import Temperature, temperature
 from oracles import curvature as oracle
 
 
@@ -50,7 +50,8 @@ def test_sgd_that_has_settled_has_temperature_2_and_its_noise_scales_are_closed_
 
 @pytest.mark.parametrize(("lr", "h", "batch"), [(0.1, 2.0, 8), (0.5, 3.0, 32), (0.01, 1.0, 1)])
 def test_in_one_dimension_both_noise_scales_of_settled_sgd_are_b_2_minus_lr_h_over_lr_h(lr, h, batch):
-    # App. C, exact: B_simple = B_noise = B (2 - lr h)/(lr h). Lowering T by k raises both by about k (C.2).
+    # App. C, exact: B_simple = B_noise = B (2 - lr h)/(lr h). Lowering lr/B by k raises both by about k (C.2).
+    # T stays 2.
     level = float(oracle.stationary(np.array([[h]]), np.array([[5.0]]), lr, batch)[0, 0])
     block = CurvatureMoments(
         trace_h_cov=5 * h, grad_h_grad=h**3 * level, trace_cov=5.0, grad_sq_norm=h**2 * level, units_gradient=1,
@@ -115,6 +116,45 @@ def test_the_interval_is_of_one_ratio_and_needs_no_resolved_curvature_along_the_
 def test_the_sentence_says_what_the_interval_shows(lr, batch, spread, words):
     told = temperature(blocks_of(60.0, 2.0, 4.0, spread=spread), lr=lr, batch=batch)
     assert words in str(told)
+
+
+def told_of(interval=(0.9, 1.1), share=(0.49, 0.51), noise_share=0.5):
+    return Temperature(
+        value=1.5, interval=interval, resolved=True, reason="", lr=1.0, momentum=0.0, batch=8, unit="examples",
+        best_lr=0.7, best_lr_interval=(None, None), noise_share=noise_share, noise_share_interval=share,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        ((0.49, 0.51), "noise and curvature limit it about alike"),
+        ((0.36, 0.64), "noise and curvature limit it about alike"),
+        ((0.34, 0.6), "whether noise or curvature limits it is not told"),
+        ((0.4, 0.9), "whether noise or curvature limits it is not told"),
+        ((0.05, None), "whether noise or curvature limits it is not told"),
+        ((None, None), "whether noise or curvature limits it is not told"),
+        ((0.51, 0.9), "noise limits it more than curvature does"),
+        ((0.1, 0.49), "curvature limits it more than noise does"),
+    ],
+)
+def test_a_cause_is_named_only_where_the_interval_of_the_share_tells_it(share, words):
+    assert words in str(told_of(share=share, noise_share=None if share == (None, None) else 0.5))
+
+
+@pytest.mark.parametrize(
+    ("interval", "words"),
+    [
+        ((1.1, 1.9), "longer than the best, as in ordinary training, and it still lowers the loss"),
+        ((1.9, 2.1), "steps about hold the loss where it is"),
+        ((1.1, None), "longer than the best; whether it still lowers the loss is not told"),
+        ((1.1, 2.1), "longer than the best; whether it still lowers the loss is not told"),
+        ((1.9, 5.0), "longer than the best; whether it still lowers the loss is not told"),
+        ((0.9, None), "it is not told from the best"),
+    ],
+)
+def test_steps_are_said_to_hold_the_loss_only_where_the_interval_is_near_2(interval, words):
+    assert words in str(told_of(interval))
 
 
 def test_with_momentum_a_long_step_is_not_said_to_raise_the_loss_of_the_run():

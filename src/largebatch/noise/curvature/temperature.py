@@ -7,7 +7,8 @@ T = eps / eps_opt(B), with eps_opt(B) = eps_max / (1 + B_noise/B), is one ratio 
 A step of the quadratic model then takes T (2 - T) of the most that a step could: everything at T = 1, nothing at
 T = 2. A loss that has settled at its learning rate has T = 2 whatever H, Sigma and B are, because only there a step
 neither lowers nor raises it. So ordinary training, which crosses its valley back and forth while it slowly descends,
-runs near 2 and not near 1; the noise scale it shows is about inversely proportional to T.
+runs near 2 and not near 1. The noise scale that settled training shows is about inversely proportional to eps/B, the
+paper's T of small batches, and not to this T, which stays at 2.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ from largebatch.errors import ConfigError
 from largebatch.noise.curvature.products import CurvatureMoments, columns, is_above_zero
 from largebatch.noise.estimate import noise_scale
 from largebatch.units import check_unit
+
+_ALIKE = 0.35, 0.65
+"""Shares of noise at which noise and curvature limit a step about alike."""
+_HOLDS = 1.7, 2.3
+"""Temperatures of steps that about hold the loss: they take less than T (2 - T) = 0.51 of the most, and lose no more
+than 0.69 of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,16 +81,20 @@ class Temperature:
         if low is not None and low > 1:
             if high is not None and high < 2:
                 return "longer than the best, as in ordinary training, and it still lowers the loss"
-            return "steps about hold the loss where it is, as where training has settled at its learning rate"
+            if high is not None and low >= _HOLDS[0] and high <= _HOLDS[1]:
+                return "steps about hold the loss where it is, as where training has settled at its learning rate"
+            return "longer than the best; whether it still lowers the loss is not told"
         return "it is not told from the best"
 
     def _cause(self) -> str:
         low, high = self.noise_share_interval
+        if low is not None and high is not None and low >= _ALIKE[0] and high <= _ALIKE[1]:
+            return "noise and curvature limit it about alike"
         if low is not None and low > 0.5:
             return "noise limits it more than curvature does, so a larger batch allows a larger learning rate"
         if high is not None and high < 0.5:
             return "curvature limits it more than noise does, so a larger batch allows little more"
-        return "noise and curvature limit it about alike"
+        return "whether noise or curvature limits it is not told"
 
 
 def temperature(
