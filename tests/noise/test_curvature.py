@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from largebatch.errors import ConfigError
@@ -347,6 +348,13 @@ def test_a_loss_without_curvature_has_none():
 def test_batch_norm_on_batch_statistics_is_refused(layer):
     with pytest.raises(ConfigError, match=r"batch norm '1' uses batch statistics, which couple"):
         measure_curvature(nn.Sequential(nn.Linear(3, 3), layer), lambda m, x: m(x).sum(), torch.randn(9, 4, 3))
+
+
+def test_a_sharded_model_is_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[1].__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})  # what fully_shard does to a module
+    with pytest.raises(ConfigError, match=r"fully_shard splits the weights .* '1'"):
+        measure_curvature(model, lambda m, x: m(x).sum(), torch.randn(9, 4, 3))
 
 
 def test_attention_without_a_second_derivative_is_named_with_the_way_out():

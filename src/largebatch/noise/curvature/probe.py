@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
+from largebatch.noise.collect.fsdp import is_fsdp_module
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> the SUM of the losses of the batch's units, a scalar."""
@@ -51,17 +52,22 @@ class GradientProbe:
         """Check the model.
 
         Args:
-            model: any module whose units do not see each other, not wrapped for many processes.
+            model: any module whose units do not see each other, not wrapped or sharded for many processes.
             loss: (model, batch) -> sum over units.
             count: units in a batch; None: the length of its first tensor.
             stream: probes whose random layers must not draw the same have different ones.
 
         Raises:
-            ConfigError: nothing to train, batch norm on batch statistics, or a wrapped model.
+            ConfigError: nothing to train, batch norm on batch statistics, or a wrapped or sharded model.
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ConfigError("DistributedDataParallel is not supported: give the model inside it, model.module.")
         for name, module in model.named_modules():
+            if is_fsdp_module(module):
+                raise ConfigError(
+                    f"fully_shard splits the weights of {name or 'the model'!r} over workers, and products with the "
+                    "Hessian are not taken through it: measure on a plain copy with the same weights."
+                )
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and (  # pyright: ignore[reportPrivateUsage]
                 module.training or module.running_mean is None
             ):

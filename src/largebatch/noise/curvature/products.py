@@ -262,7 +262,8 @@ def measure_curvature(
     A block is 2 x `gradient_microbatches` + `hessian_microbatches` microbatches; the first ones go alternately to A
     and B, the last are C. Noise falls with the units of A and B, and less with those of C: a large gradient part is
     the cheap way to a resolved G'HG. Each C microbatch costs about 5 gradients (a graph and two products), 7 with
-    `dataset_size`; memory is two copies of the gradients and one microbatch's graph at a time.
+    `dataset_size`; memory is about five copies of the gradients (A's, B's, those of the graph, H times A's and B's)
+    and one microbatch's graph, which two backwards go through, at a time.
 
     Gradients, weights, buffers, train/eval mode and random numbers stay as they are: random layers draw from a
     stream of their own, seeded by torch's. Frozen parameters have no part. H is what autograd differentiates twice:
@@ -283,7 +284,8 @@ def measure_curvature(
 
     Raises:
         ConfigError: nothing to train, batch norm, a layer without a second derivative, fewer batches than one
-            block, a loss that is no scalar or not finite, a number out of range.
+            block, a loss that is no scalar or not finite, a number out of range, a model wrapped in
+            DistributedDataParallel or sharded by fully_shard.
 
     >>> import torch
     >>> model = nn.Linear(2, 1, bias=False)
