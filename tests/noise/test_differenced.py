@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from largebatch.errors import CheckpointError, ConfigError
 from largebatch.noise.differenced import DifferencedNoise
@@ -77,17 +78,35 @@ def test_pairs_begin_every_so_many_steps_and_nothing_is_held_in_between(caplog):
         model.backward(np.full(3, np.nan if step == 5 else float(step)))
         before = model.theta.grad.clone()
         found.append(difference.step() is not None)
-        assert (
-            torch.equal(
-                model.theta.grad,
-                before,
-            )
-            or step == 5
-        )
+        assert torch.equal(model.theta.grad, before) or step == 5
         assert (difference._first is not None) == (step % 5 == 0)
     assert [step for step, ended in enumerate(found) if ended] == [1, 11]
     assert difference.num_skipped == 1
     assert difference.noise_scale.num_steps == 2
+
+
+class Waits(TorchFunctionMode):
+    """Counts what makes a host wait for an accelerator."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__):
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_pair_waits_for_the_accelerator_once():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    difference = DifferencedNoise(model, batch=BATCH, every=2)
+    for waits in ([], ["tolist"]):
+        model.zero_grad()
+        model(torch.randn(BATCH, 2)).mean().backward()
+        with Waits() as found:
+            difference.step()
+        assert found.found == waits
 
 
 def test_it_goes_on_from_its_state_and_refuses_what_is_none():

@@ -14,7 +14,10 @@ Where it can be had, accumulation, a second worker or `per_example=True` has no 
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -120,14 +123,13 @@ class DifferencedNoise:
             self._first = gradients
             return None
         (first, self._first) = (self._first or {}), None
-        products = [
-            sum_of(sq_norm(grad) for grad in first.values()),
-            sum_of(sq_norm(grad) for grad in gradients.values()),
-            sum_of(_dot(first[name], grad) for name, grad in gradients.items() if name in first),
-        ]
-        before, now, between = torch.stack([product.cpu() for product in products]).double().tolist()
+        before, now, between = _sums(
+            [sq_norm(grad) for grad in first.values()],
+            [sq_norm(grad) for grad in gradients.values()],
+            [_dot(first[name], grad) for name, grad in gradients.items() if name in first],
+        )
         mean = (before + now + 2 * between) / 4
-        if not torch.tensor([before, now, between]).isfinite().all():
+        if not (math.isfinite(before) and math.isfinite(now) and math.isfinite(between)):
             self.num_skipped += 1
             return None
         moments = solve_moments([before, now], [self._batch] * 2, mean)
@@ -149,10 +151,12 @@ class DifferencedNoise:
         self._first = None
 
 
-def sum_of(values: Any) -> Tensor:
-    """The sum of 0-dim tensors in float64, 0 for none."""
-    found = [value.cpu() if value.device.type == "mps" else value for value in values]
-    return torch.stack(found).double().sum() if found else torch.zeros((), dtype=torch.float64)
+def _sums(*lists: Sequence[Tensor]) -> list[float]:
+    """The sum of each list of 0-dim tensors, in float64 on the host, after one transfer for all; the first has some."""
+    device = lists[0][0].device
+    # In float64 where the device has it: float32 squares stay as they are, float64 products lose nothing.
+    numbers = iter(torch.stack([value.to(device) for values in lists for value in values]).tolist())
+    return [sum(itertools.islice(numbers, len(values))) for values in lists]
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
