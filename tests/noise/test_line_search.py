@@ -27,7 +27,7 @@ LRS = [LR_MAX * factor for factor in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)]
 def exact_draws(batch, dataset_size=None):
     """Gradients whose mean is G and whose covariance is Sigma (1/B - 1/D), exactly: G +- along each axis."""
     spread = np.sqrt(3 * NOISE * (1 / batch - (1 / dataset_size if dataset_size else 0)))
-    return np.concatenate([GRADIENT + np.diag(spread), GRADIENT - np.diag(spread)])
+    return np.tile(np.concatenate([GRADIENT + np.diag(spread), GRADIENT - np.diag(spread)]), (4, 1))
 
 
 def normal_draws(batch, num_draws, rng):
@@ -59,7 +59,7 @@ def test_on_a_quadratic_it_is_the_closed_form(dataset_size):
 
 def test_the_form_is_tested_by_chi_square_with_two_numbers_fitted():
     rng = np.random.default_rng(3)
-    table = np.stack([decreases_of(normal_draws(batch, 16, rng)) for batch in BATCHES])
+    table = np.stack([decreases_of(normal_draws(batch, 24, rng)) for batch in BATCHES])
     search = fit_line_search(table, batches=BATCHES, lrs=LRS)
     excess = sum(((p.loss_decrease - p.fitted) / p.standard_error) ** 2 for p in search.points)
     assert search.form_p_value == pytest.approx(stats.chi2.sf(excess, 3), rel=1e-6)
@@ -83,18 +83,21 @@ def test_scaling_loss_or_length_leaves_b_noise_unchanged(loss_factor, length_fac
     assert search.lr_max == pytest.approx(length_factor * LR_MAX, rel=1e-6)
 
 
-def test_the_interval_covers_the_truth_and_the_form_is_not_rejected():
+@pytest.mark.parametrize("num_draws", [24, 32])
+def test_the_interval_covers_the_truth_and_the_form_is_not_rejected(num_draws):
     covered, rejected, resolved = 0, 0, 0
     for seed in range(100):
         rng = np.random.default_rng(seed)
-        table = np.stack([decreases_of(normal_draws(batch, 32, rng)) for batch in BATCHES])
+        table = np.stack([decreases_of(normal_draws(batch, num_draws, rng)) for batch in BATCHES])
         search = fit_line_search(table, batches=BATCHES, lrs=LRS, num_resamples=200)
         resolved += search.resolved
-        covered += search.interval[0] <= B_NOISE <= search.interval[1]
+        low, high = search.interval
+        covered += (low is None or low <= B_NOISE) and (high is None or high >= B_NOISE)
         rejected += search.form_p_value < 0.05
-    assert resolved == 100
+    assert resolved >= 98
     # Binomial 95 % of 100: 0.90 to 0.99.
     assert covered >= 90
+    # 9 of 100 are expected with 24 draws; 95 % of such hundreds reject at most 14.
     assert rejected <= 14
 
 
@@ -115,7 +118,7 @@ def test_what_is_not_resolved_says_why():
     risen = fit_line_search(table - 100, batches=BATCHES, lrs=LRS)
     assert "at batch 2 no step lowers the loss" in risen.reason and "unresolved" in str(risen)
     rng = np.random.default_rng(0)
-    loud = np.stack([decreases_of(normal_draws(batch, 4, rng)) for batch in (4000, 8000, 16000)])
+    loud = np.stack([decreases_of(normal_draws(batch, 24, rng)) for batch in (4000, 8000, 16000)])
     wide = fit_line_search(loud, batches=[4000, 8000, 16000], lrs=LRS)
     assert not wide.resolved and "do not bound B_noise" in wide.reason
 
@@ -226,10 +229,11 @@ def test_unusable_input_is_named(change, message):
     ("table", "options", "message"),
     [
         (np.zeros((3, 4)), {}, r"shape .* got \(3, 4\)"),
-        (np.zeros((3, 1, 2)), {}, "at least 2"),
-        (np.full((3, 2, 2), np.nan), {}, "not a number"),
-        (np.zeros((3, 2, 2)), {"dataset_size": 7}, "batch of 8 .* dataset_size=7"),
-        (np.zeros((3, 2, 2)), {"num_resamples": 0}, "num_resamples"),
+        (np.zeros((3, 24, 3)), {}, r"shape .* got \(3, 24, 3\)"),
+        (np.zeros((3, 23, 2)), {}, "at least 24 draws at each batch size; got 23"),
+        (np.full((3, 24, 2), np.nan), {}, "not a number"),
+        (np.zeros((3, 24, 2)), {"dataset_size": 7}, "batch of 8 .* dataset_size=7"),
+        (np.zeros((3, 24, 2)), {"num_resamples": 0}, "num_resamples"),
     ],
 )
 def test_unusable_decreases_are_named(table, options, message):

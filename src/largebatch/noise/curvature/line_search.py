@@ -30,6 +30,8 @@ Array = NDArray[np.float64]
 
 _REACH = 1e4
 """How far beyond the smallest and the largest batch B_noise is looked for, as a factor."""
+MIN_DRAWS = 24
+"""Fewer draws at each batch size are not fitted: errors from so few are themselves unsure."""
 _LEVELS = (401, *(41,) * 6)
 """Points in the search for B_noise: a grid in its logarithm, then finer ones around the best: right to 1e-8."""
 
@@ -106,7 +108,8 @@ def measure_line_search(
         batches: units behind each gradient, from well below B_noise to well above it.
         lrs: step lengths, above 0, rising; a factor of 2 apart is close enough. They go beyond the best of the
             largest batch, which is near `CurvatureScale.lr_max`.
-        num_draws: gradients at each batch size, >= 2.
+        num_draws: gradients at each batch size, >= 1; `fit_line_search` takes no fewer than 24. Decreases of several
+            calls with draws of their own may be joined along dim 1.
         count: units in a microbatch; None: the length of its first tensor.
 
     Returns:
@@ -181,7 +184,9 @@ def fit_line_search(
     best three, of which length 0 with decrease 0 may be one (exact on a quadratic loss). Each batch size weighs by its
     resampled error. The interval is normal in log B_noise, with the spread of resamples of the draws within batch
     sizes that go through everything anew. It knows the noise of the draws and not that of the evaluation examples,
-    which all share.
+    which all share. At least 24 draws at each batch size are asked for: there the interval covers 95 % or more on a
+    quadratic, with 8 about 90 %. `form_p_value` is somewhat too small: of tables from a true form 9 % are below 0.05
+    with 24 draws, 8 % with 32.
 
     Args:
         decreases: of `measure_line_search`, shape (num_batches, num_draws, num_lrs).
@@ -196,7 +201,7 @@ def fit_line_search(
         LineSearch, resolved or with the reason why not.
 
     Raises:
-        ConfigError: shapes that disagree, fewer than 3 batch sizes or 2 draws, values that cannot be used.
+        ConfigError: shapes that disagree, fewer than 3 batch sizes or 24 draws, values that cannot be used.
 
     Source: McCandlish et al. 2018, eq. 2.7 and app. A.1; the weights, the interval and the test of the form are ours.
     """
@@ -204,10 +209,15 @@ def fit_line_search(
     _check_grid(batches, lrs)
     check_counts(num_resamples=num_resamples)
     values = np.asarray(decreases, dtype=np.float64)
-    if values.ndim != 3 or values.shape[::2] != (len(batches), len(lrs)) or values.shape[1] < 2:
+    if values.ndim != 3 or values.shape[::2] != (len(batches), len(lrs)):
         raise ConfigError(
-            f"decreases have the shape (num_batches, num_draws, num_lrs) = ({len(batches)}, at least 2, {len(lrs)}); "
+            f"decreases have the shape (num_batches, num_draws, num_lrs) = ({len(batches)}, num_draws, {len(lrs)}); "
             f"got {values.shape}."
+        )
+    if values.shape[1] < MIN_DRAWS:
+        raise ConfigError(
+            f"an interval that covers needs at least {MIN_DRAWS} draws at each batch size; got {values.shape[1]}. "
+            "Measure more and join them along dim 1."
         )
     if np.isnan(values).any():
         raise ConfigError("a decrease is not a number. A loss that is not finite is a decrease of minus infinity.")
