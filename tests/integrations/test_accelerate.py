@@ -114,3 +114,22 @@ def test_the_state_is_in_what_accelerate_saves(tmp_path):
     whole = train(begin(), epochs=2)
     assert resumed[2] == 6
     assert resumed[4] == whole[4]
+
+
+def test_examples_of_their_own_need_no_microbatch():
+    accelerator = begin()
+    model = accelerator.prepare(make_model())
+    rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    monitor = make_monitor(accelerator, model, per_example=True)
+    for part in rows.split(4):
+        accelerator.backward(loss_of(model, part))
+    found = plain_loop(
+        make_model(),
+        [rows.split(1)],
+        loss_of=loss_of,
+        size_of=len,
+        weight_of=lambda row, step: 1 / 12,
+        lr=LR,
+        clip=CLIP,
+    )
+    assert_same([monitor.step()], found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -182,3 +183,39 @@ def test_manual_optimization_is_refused():
     module.automatic_optimization = False
     with pytest.raises(ConfigError, match="manual optimization"):
         fit(NoiseScaleCallback(), module, gradient_clip_val=None, accumulate_grad_batches=1)
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_a_fit_that_fails_in_a_backward_leaves_no_hook_and_the_next_one_measures(error):
+    class Failing(Module):
+        def backward(self, loss):
+            if len(self.norms) == 2:
+                raise error
+            super().backward(loss)
+
+    callback, module, handler = Keeping(), Failing(), signal.getsignal(signal.SIGINT)
+    with pytest.raises((ArithmeticError, SystemExit)):  # Lightning exits on Ctrl-C
+        fit(callback, module)
+    signal.signal(signal.SIGINT, handler)
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())
+    assert callback.monitor.num_steps == len(callback.measured) == 2
+    callback.measured.clear()
+    _, module = fit(callback)
+    assert_same(callback.measured, expected(module.seen))
+
+
+def test_examples_of_their_own_need_no_accumulation_and_no_count_of_units():
+    callback = Keeping(per_example=True, units_of=None)
+    _, module = fit(callback, accumulate_grad_batches=1, max_epochs=1)
+    steps = [[row for part in step for row in part.split(1)] for step in module.seen if step]
+    assert [len(step) for step in steps] == [4, 4, 4, 4, 4, 2]
+    alike = plain_loop(
+        Module().net, steps, loss_of=loss_of, size_of=len, weight_of=lambda row, step: 1 / len(step), lr=LR, clip=CLIP
+    )
+    assert_same(callback.measured, alike)
+
+
+def test_a_lightning_that_does_not_tell_a_step_s_last_backward_is_refused(monkeypatch):
+    monkeypatch.delattr("lightning.pytorch.loops.fit_loop._FitLoop._should_accumulate")
+    with pytest.raises(ConfigError, match=r"this release of lightning has no _FitLoop\._should_accumulate"):
+        fit(NoiseScaleCallback())

@@ -309,3 +309,32 @@ def test_gradient_checkpointing_changes_nothing(reentrant, tmp_path):
         assert mine.trace_cov == pytest.approx(other.trace_cov, rel=1e-5)
         assert mine.grad_sq_norm == pytest.approx(other.grad_sq_norm, rel=1e-5)
     assert again.monitor.num_steps == 3
+
+
+def hooks(model):
+    return sum(len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+def test_a_second_train_measures_anew_and_neither_leaves_a_hook(tmp_path):
+    model = make_model()
+    trainer = train(model, tmp_path, monitor_options={"every": 4}, max_steps=2)
+    first, estimate = trainer.monitor, trainer.monitor.noise_scale
+    assert hooks(model) == 0
+    trainer.measured.clear()
+    trainer.seen = [[]]
+    trainer.train()
+    assert trainer.monitor is not first
+    assert (hooks(model), first.num_steps, trainer.monitor.num_steps) == (0, 2, 2)
+    assert str(first.noise_scale) == str(estimate)
+    assert trainer.measured[0].batch == sum(map(counted, trainer.seen[0]))
+
+
+def test_a_train_that_fails_leaves_no_hook(tmp_path):
+    class Failing(TrainerCallback):
+        def on_substep_end(self, *_, **__):
+            raise ArithmeticError
+
+    model = make_model()
+    with pytest.raises(ArithmeticError):
+        train(model, tmp_path, callbacks=[Failing()])
+    assert hooks(model) == 0

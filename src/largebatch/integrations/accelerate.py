@@ -23,7 +23,9 @@ except ImportError as error:
     raise MissingExtraError("accelerate", "hf", "the noise scale in an Accelerate loop") from error
 
 
-def make_monitor(accelerator: Accelerator, model: nn.Module, *, microbatch: int, **options: Any) -> NoiseScaleMonitor:
+def make_monitor(
+    accelerator: Accelerator, model: nn.Module, *, microbatch: int | None = None, **options: Any
+) -> NoiseScaleMonitor:
     """A monitor for `accelerator.backward(loss)` with the mean loss of a microbatch.
 
     Accelerate divides the loss by `gradient_accumulation_steps`, for the short last step of an epoch too, and so it
@@ -34,7 +36,7 @@ def make_monitor(accelerator: Accelerator, model: nn.Module, *, microbatch: int,
     Args:
         accelerator: the one that prepared `model`.
         model: as `accelerator.prepare` returned it.
-        microbatch: units in one backward of one process.
+        microbatch: units in one backward of one process; left out with `per_example=True`.
         options: of NoiseScaleMonitor.
 
     Raises:

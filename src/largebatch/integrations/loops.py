@@ -1,4 +1,4 @@
-"""What do the loops of others have in common? Batches of any type, and a place to log to."""
+"""What do the loops of others have in common? Batches of any type, an end, and a place to log to."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from largebatch.errors import ConfigError
 from largebatch.noise.estimate import NoiseScale
+from largebatch.noise.monitor import NoiseScaleMonitor
 
 
 def num_rows(batch: Any) -> int:
@@ -29,6 +30,35 @@ def num_rows(batch: Any) -> int:
     )
 
 
+def num_labels(inputs: Mapping[str, Any], *, shifts: bool) -> int:
+    """Labels that a Hugging Face Trainer counts in a microbatch; rows, if there are none."""
+    if "labels" not in inputs:
+        return num_rows(inputs)
+    labels = inputs.get("shift_labels", inputs["labels"])
+    return int(labels[..., 1 if shifts and "shift_labels" not in inputs else 0 :].ne(-100).sum())
+
+
+def private(owner: Any, name: str) -> Any:
+    """A private attribute of another library, which a release may take away."""
+    found = getattr(owner, name, None)
+    if found is None:
+        raise ConfigError(
+            f"this release of {type(owner).__module__.partition('.')[0]} has no {type(owner).__name__}.{name}, which "
+            "tells when a step is complete: install one that has it, or use NoiseScaleMonitor in a loop of your own."
+        )
+    return found
+
+
+def finish(monitor: NoiseScaleMonitor | None) -> dict[str, Any]:
+    """Take the hooks off, even if the last step's numbers are refused; the state, or nothing without a monitor."""
+    if monitor is None:
+        return {}
+    try:
+        return monitor.state_dict()
+    finally:
+        monitor.close()
+
+
 def numbers(noise_scale: NoiseScale) -> dict[str, float]:
     """What a Trainer logs: the mean moments over the run, and the noise scale with its interval where it is known."""
     low, high = noise_scale.interval
@@ -36,3 +66,12 @@ def numbers(noise_scale: NoiseScale) -> dict[str, float]:
     found = {f"noise_scale_{name}": value for name, value in found.items()}
     found |= {"noise_scale": noise_scale.b_simple if noise_scale.resolved else None}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def refuse_cut(count: int, known: int) -> None:
+    """Refuse a step whose loss was divided by another number of backwards than it has."""
+    if count != known:
+        raise ConfigError(
+            f"a step has {count} backwards, of {known} that the Trainer knows: the data ended inside an accumulation. "
+            "Give the data set a length."
+        )

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
-from largebatch.errors import ConfigError, MissingExtraError
-from largebatch.integrations.loops import num_rows, numbers
+from largebatch.errors import MissingExtraError
+from largebatch.integrations.loops import finish, num_labels, numbers, refuse_cut
 from largebatch.noise.monitor import NoiseScaleMonitor
 
 if find_spec("transformers") is None:
@@ -19,9 +19,9 @@ _Trainer: Any = object
 class NoiseScaleMixin(_Trainer):
     """Put before Trainer: measures each optimizer step before unscaling and clipping, on all processes together.
 
-    A microbatch weighs as in the Trainer's loss: by the labels that this is divided by. They are the unit; but the
-    tokens of a sequence are not independent, so the number is that of whole sequences, told per token. Logs get
-    `noise_scale`; the state is in a checkpoint's trainer_state.json.
+    A microbatch weighs as in the Trainer's loss: by its labels. They are the unit; but a sequence's tokens are not
+    independent, so the number is that of whole sequences, told per token. Logs get `noise_scale`; the state is in a
+    checkpoint's trainer_state.json.
     """
 
     monitor: NoiseScaleMonitor | None = None
@@ -34,18 +34,22 @@ class NoiseScaleMixin(_Trainer):
 
     def num_units(self, inputs: Any) -> int:
         """Labels that the Trainer counts in a microbatch; rows, if there are none."""
-        if "labels" not in inputs:
-            return num_rows(inputs)
-        labels = inputs.get("shift_labels", inputs["labels"])
-        first = 1 if "shift_labels" not in inputs and getattr(self, "_loss_shifts_labels", False) else 0
-        return int(labels[..., first:].ne(-100).sum())
+        return num_labels(inputs, shifts=getattr(self, "_loss_shifts_labels", False))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Do the Trainer's own, and take the hooks off the model."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            finish(self.monitor)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Do the Trainer's own as one microbatch, and measure after the last one of a step."""
-        units = self.num_units(inputs) if self.monitor is None or self.monitor.measuring else 1
-        if self.monitor is None or self._run is not self.state:  # every train() has a state of its own
+        if self.monitor is None or self._run is not self.state:  # every train() and try of a batch has its own
+            finish(self.monitor)
             self._run, self._backwards = self.state, 0
-            self.monitor = self._make_monitor(model, inputs, units, num_items_in_batch)
+            self.monitor = self._make_monitor(model, inputs, num_items_in_batch)
+        units = self.num_units(inputs) if self.monitor.measuring else 1
         if not units:
             self.monitor.give_up("a microbatch has no label that counts")
         with self.monitor.microbatch(units) if units else nullcontext():
@@ -53,16 +57,12 @@ class NoiseScaleMixin(_Trainer):
         self._backwards += 1
         if self.accelerator.sync_gradients:
             count, self._backwards = self._backwards, 0
-            if count != self.current_gradient_accumulation_steps:
-                raise ConfigError(
-                    f"a step has {count} backwards, of {self.current_gradient_accumulation_steps} that the Trainer "
-                    "knows: the data ended inside an accumulation. Give the data set a length."
-                )
+            refuse_cut(count, self.current_gradient_accumulation_steps)
             self.monitor.loss_factor = 1 / count if self._divides else 1.0
             self.monitor.step()
         return loss
 
-    def _make_monitor(self, model: Any, inputs: Any, units: int, num_items: Any) -> NoiseScaleMonitor:
+    def _make_monitor(self, model: Any, inputs: Any, num_items: Any) -> NoiseScaleMonitor:
         divided = self.loss_is_scaled_for_ga  # as the Trainer asks in training_step
         if divided is None:
             divided = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
@@ -70,7 +70,7 @@ class NoiseScaleMixin(_Trainer):
         self._divides = not divided
         scaling = {"loss_scaling": across if divided else "microbatch_mean", "grad_scaler": self.accelerator.scaler}
         unit = "tokens" if "labels" in inputs and inputs["labels"].dim() > 1 else "examples"
-        options: dict[str, Any] = {"microbatch": max(units, 1), "unit": unit} | scaling | self._options
+        options: dict[str, Any] = {"microbatch": max(self.num_units(inputs), 1), "unit": unit} | scaling | self._options
         monitor = NoiseScaleMonitor(model, **options)
         if saved := self.state.stateful_callbacks.get("NoiseScaleMonitor"):
             monitor.load_state_dict(saved["attributes"])

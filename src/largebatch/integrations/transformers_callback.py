@@ -15,10 +15,12 @@ except ImportError as error:
     raise MissingExtraError("transformers", "hf", "the noise scale in a Hugging Face Trainer") from error
 
 
-class _TimesOne:
-    """What a Trainer does to gradients that it does not clip, in the form of a gradient scaler: it multiplies by 1.
+class _InPlaceOfAScaler:
+    """No gradient scaler, but the part of one that the monitor reads: "unscaled, by 1".
 
-    The monitor then lets gradients be touched, and finds out if they were changed.
+    Asked not to clip, transformers clips at infinity to log the norm: it multiplies the gradients by 1, in place and
+    before any callback. The monitor refuses gradients that were touched after the last backward, unless a scaler has
+    unscaled them; it has no other word for that. It then compares values, so that a true change is still found.
     """
 
     _per_optimizer_states: ClassVar[Any] = {0: {"stage": OptState.UNSCALED}}
@@ -42,7 +44,7 @@ class NoiseScaleCallback(TrainerCallback):
 
     def __init__(self, *, microbatch: int, **options: Any) -> None:
         """Measure with a NoiseScaleMonitor of these `options`, with `microbatch` units in every backward."""
-        self._options: dict[str, Any] = {"microbatch": microbatch, "grad_scaler": _TimesOne()} | options
+        self._options: dict[str, Any] = {"microbatch": microbatch, "grad_scaler": _InPlaceOfAScaler()} | options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what a callback would measure wrongly."""
