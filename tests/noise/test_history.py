@@ -73,6 +73,18 @@ def test_a_weak_signal_gets_fewer_and_longer_windows(tmp_path):
     assert 2 * sum(resolved) >= len(resolved)
 
 
+def test_a_short_last_step_is_not_taken_for_the_batch(tmp_path):
+    path = write_log(tmp_path / "m.jsonl")
+    *lines, last = path.read_text().splitlines(keepends=True)
+    short = last.replace('"batch":64', '"batch":5').replace('"num_microbatches":8', '"num_microbatches":1')
+    path.write_text("".join(lines) + short)
+    table = read_moments(path)
+    assert table.batch[-1] == 5
+    said = history(table)
+    assert said.advice.startswith("Batch 64 examples is")
+    assert "microbatches of 8 examples" in said.advice
+
+
 def test_a_lost_signal_is_unresolved_everywhere_and_advises_nothing(tmp_path):
     lost = history(read_moments(write_log(tmp_path / "m.jsonl", 100, noise=60.0)))
     assert not any(window.resolved for window in lost.total.windows)

@@ -43,6 +43,8 @@ def test_the_advice_comes_first_and_what_is_not_known_is_on_the_page(said):
     assert re.sub(r"\s|_", "", said.advice)[:200] in re.sub(r"\s|_", "", text)
     assert text.startswith("Batch 64 examples is")
     assert "What is not known" in text
+    assert "Typical batch" in text
+    assert "last measured step;" not in text
     for name in SHARES:
         assert name in text
 

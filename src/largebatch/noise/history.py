@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from largebatch.noise.advise import OptimizerKind, advise
 from largebatch.noise.estimate import NoiseScale, noise_scale, windows
+from largebatch.noise.ledger import typical_batch
 from largebatch.records.moments_history import MomentsCurve, MomentsHistory, NoiseHistory
 from largebatch.records.moments_log import MomentsTable
 from largebatch.records.schema import Interval, NoiseWindow
@@ -29,7 +30,8 @@ def history(table: MomentsTable) -> MomentsHistory:
     """Derive from raw moments what a page shows.
 
     A log is divided into at most 32 windows of equal length; where fewer than half of them are resolved, into half as
-    many, and so on. The advice rests on the last window where that is resolved, else on the whole log.
+    many, and so on. The advice rests on the last window where that is resolved, else on the whole log, and on the
+    typical batch: the median of the last 31 steps'.
 
     Args:
         table: as `read_moments` gives it; at least one step.
@@ -43,7 +45,13 @@ def history(table: MomentsTable) -> MomentsHistory:
     cut = windows(trace, grad, size=size, unit=unit)
     last, whole = cut[-1], noise_scale(trace, grad, unit=unit)
     recent = last.noise_scale.resolved and (last.noise_scale.b_simple or 0) > 0
-    batch, parts = table.batch[-1], table.num_microbatches[-1]
+    batch = typical_batch(table.batch)
+    assert batch is not None
+    parts = next(
+        parts
+        for size, parts in zip(reversed(table.batch), reversed(table.num_microbatches), strict=True)
+        if size == batch
+    )
     # As many microbatches as units: every example's own norm was read, and how many went together is not known.
     advice = advise(
         last.noise_scale if recent else whole, batch=batch,

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Any
 
 from largebatch.errors import CheckpointError
 from largebatch.noise.estimate import RunningNoiseScale
 from largebatch.noise.moments import StepMoments, add_moments
 from largebatch.units import Duration
+
+RECENT = 31
+"""Measured steps whose batches give the typical one."""
+
+
+def typical_batch(batches: Iterable[int]) -> int | None:
+    """The median of the last 31, which an epoch's short last step does not turn; None of none.
+
+    >>> typical_batch([64, 64, 64, 5])
+    64
+    """
+    recent = deque(batches, maxlen=RECENT)
+    return median_low(recent) if recent else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +51,17 @@ class Ledger:
         self.groups = {name: self.total if one else RunningNoiseScale(half_life=half_life, unit=unit) for name in names}
         """By name; a single group is the total."""
         self.preconditioned = RunningNoiseScale(half_life=half_life, unit=unit)
-        self.last_batch: int | None = None
-        """Units in the last measured step."""
+        self._batches: deque[int] = deque(maxlen=RECENT)
+
+    @property
+    def last_batch(self) -> int | None:
+        """Units in the last measured step; None before the first."""
+        return self._batches[-1] if self._batches else None
+
+    @property
+    def typical_batch(self) -> int | None:
+        """Units in a measured step, by `typical_batch`; None before the first."""
+        return typical_batch(self._batches)
 
     def add(self, step: int, rows: Sequence[StepMoments], *, weighed: bool) -> MeasuredStep:
         """Take in the moments of a step's groups and, if `weighed`, the same again in the second metric."""
@@ -55,13 +79,13 @@ class Ledger:
             pairs.append((self.preconditioned, found.preconditioned))
         for running, moments in pairs:
             running.update(trace_cov=moments.trace_cov, grad_sq_norm=moments.grad_sq_norm, batch=moments.batch)
-        self.last_batch = found.moments.batch
+        self._batches.append(found.moments.batch)
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, lists and dicts that `load_state_dict` takes back."""
         return {
-            "last_batch": self.last_batch,
+            "batches": list(self._batches),
             "total": self.total.state_dict(),
             "groups": {name: running.state_dict() for name, running in self.groups.items()},
             "preconditioned": self.preconditioned.state_dict(),
@@ -76,4 +100,4 @@ class Ledger:
         parts = [(self.total, state["total"]), (self.preconditioned, state["preconditioned"])]
         for running, saved in (*parts, *((self.groups[name], part) for name, part in state["groups"].items())):
             running.load_state_dict(saved)
-        self.last_batch = state["last_batch"]
+        self._batches = deque(state["batches"], maxlen=RECENT)

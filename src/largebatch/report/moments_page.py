@@ -62,8 +62,8 @@ def _key_numbers(history: MomentsHistory) -> tuple[KeyNumber, ...]:
             unit=unit, note=f"{history.num_steps:,} measured steps",
         ),
         KeyNumber(
-            label="Batch", said=Said((counted(history.last_batch),)), unit=unit,
-            note=f"of the last measured step; the advice rests on steps {first:,} to {final:,}",
+            label="Typical batch", said=Said((counted(history.last_batch),)), unit=unit,
+            note=f"median of the last 31 measured steps; the advice rests on steps {first:,} to {final:,}",
         ),
         KeyNumber(
             label="Windows", said=Said((counted(resolved), Part(" of "), counted(len(total.windows)))), unit="resolved",
