@@ -57,10 +57,15 @@ def test_every_end_of_an_interval_is_the_formula_at_an_end_of_the_noise_scales(e
             assert got == pytest.approx(float(1 + Fraction(scale) / cost.batch), rel=1e-12)
         for got, scale in ((cost.units.low, high), (cost.units.value, value), (cost.units.high, low)):
             assert got == pytest.approx(float(1 + cost.batch / Fraction(scale)), rel=1e-12)
-    assert advice.batch % (2 * microbatch) == 0
-    assert advice.accumulation * 2 * microbatch == advice.batch
     target = batch if low <= batch <= high else value
-    assert abs(advice.batch - target) <= microbatch or advice.batch == 2 * microbatch
+    if advice.batch == batch:
+        assert target == batch or abs(batch - target) <= min(abs(k * 2 * microbatch - target) for k in (1, 2, 3))
+    else:
+        assert (advice.batch > batch) == (target > batch)
+        assert abs(advice.batch - target) <= microbatch or advice.batch == 2 * microbatch
+    divides = advice.batch % (2 * microbatch) == 0
+    assert divides or advice.batch == batch
+    assert advice.accumulation == (advice.batch // (2 * microbatch) if divides else None)
 
 
 def test_sgds_rate_is_that_of_the_recipe_and_adams_its_square_root_rule():
@@ -109,7 +114,10 @@ def test_tokens_become_rows_of_sequences_or_nothing():
     scale, now = measured(2e5, 1.5e5, 3e5, "tokens"), {"batch": 32768, "microbatch": 4096, "world_size": 2}
     assert advise(scale, **now, tokens_per_sequence=512).hf_arguments["per_device_train_batch_size"] == 8
     assert advise(scale, **now).hf_arguments == {}
-    assert advise(scale, **now, tokens_per_sequence=1000).hf_arguments == {}
+    uneven = advise(scale, **now, tokens_per_sequence=1000)
+    assert uneven.hf_arguments == {}
+    assert "a microbatch of 4,096 tokens is no whole number of rows of 1,000" in str(uneven)
+    assert "Hugging Face" not in str(advise(scale, **now))
     frames = measured(2e5, 1.5e5, 3e5, "frames")
     assert advise(frames, **now).hf_arguments == {}
     assert "tokens" in str(advise(scale, **now))
@@ -147,10 +155,35 @@ def test_a_batch_inside_the_interval_is_kept_with_its_rate():
     assert "not told from the noise scale" in str(advice)
 
 
+@pytest.mark.parametrize("batch", [500, 37, 513])
+def test_what_is_kept_is_kept_to_the_unit(batch):
+    advice = advise(measured(400.0, 20.0, 2500.0), batch=batch, microbatch=64, lr=0.1, optimizer="sgd")
+    assert (advice.batch, advice.lr, advice.lr_factor) == (batch, 0.1, 1.0)
+    assert (advice.accumulation, advice.hf_arguments) == (None, {})
+    assert "Keep it: it is not told" in str(advice)
+    assert "no whole number of microbatches, of 64 examples each, so no accumulation is given" in str(advice)
+    assert advice.now == advice.then
+
+
+def test_no_rounding_turns_a_raise_into_a_lowering():
+    advice = advise(measured(140.0, 130.0, 150.0), batch=120, microbatch=100, lr=0.1, optimizer="sgd")
+    assert (advice.batch, advice.lr) == (120, 0.1)
+    assert "It stays" in str(advice)
+
+
+@pytest.mark.parametrize("change", [{}, {"optimizer": "adam", "unit": "tokens"}, {"batch": 1700}])
+def test_the_first_line_is_the_headline_and_the_last_the_caveats(change):
+    scale = measured(1700.0, 1280.0, 2560.0, change.pop("unit", "examples"))
+    headline, rest, caveats = str(advise(scale, **BELOW | change)).split("\n")
+    assert re.fullmatch(r"Batch .* times the noise scale \(B_simple = .* measured steps\)\.", headline)
+    assert rest.startswith("A run at it takes")
+    assert caveats.startswith("B_simple stands in for")
+
+
 def test_where_no_smaller_multiple_is_left_the_batch_stays():
     advice = advise(measured(100.0, 80.0, 130.0), batch=512, microbatch=64, world_size=8, optimizer="sgd", lr=0.1)
     assert (advice.batch, advice.lr, advice.accumulation) == (512, 0.1, 1)
-    assert "nearest to B_simple" in str(advice)
+    assert "no multiple of 512 examples" in str(advice)
 
 
 def test_a_leap_is_taken_in_doublings_and_a_single_microbatch_ends_the_measuring():
@@ -218,23 +251,30 @@ def test_before_the_first_step_there_is_no_batch_and_no_advice():
         ({"world_size": True}, "world_size is a whole number"),
         ({"lr": 0.0}, "lr is a finite number"),
         ({"lr": math.nan}, "lr is a finite number"),
+        ({"batch": "x"}, "batch is a whole number"),
+        ({"lr": "x"}, "lr is a finite number above 0; got 'x'"),
+        ({"lr": True}, "lr is a finite number above 0; got True"),
+        ({"lr": -0.1}, "lr is a finite number above 0; got -0.1"),
+        ({"lr": [0.1]}, "lr is a finite number"),
         ({"optimizer": "lion"}, "'lion' is not known"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "^optimizer SGD is not known"),
         ({"tokens_per_sequence": 512}, "counts examples"),
     ],
 )
 def test_bad_values_are_refused_in_one_sentence(change, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         advise(measured(1700.0, 1280.0, 2560.0), **BELOW | change)
+    assert not re.search(r"[.!?]\s", str(caught.value)), "one sentence"
 
 
-def train(monitor, model, steps, seed=0):
+def train(monitor, model, steps, seed=0, parts=4):
     """Linear regression on fresh data, 4 microbatches of 8."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         model.zero_grad()
-        for inputs in torch.randn(4, 8, 3, generator=generator):
+        for inputs in torch.randn(parts, 8, 3, generator=generator):
             targets = inputs.sum(1, keepdim=True) + torch.randn(8, 1, generator=generator)
-            ((model(inputs) - targets).square().mean() / 4).backward()
+            ((model(inputs) - targets).square().mean() / parts).backward()
         monitor.step()
 
 
@@ -253,3 +293,33 @@ def test_a_monitor_advises_from_its_own_noise_scale_batch_and_microbatch():
     with NoiseScaleMonitor(model, microbatch=8, every=1) as resumed:
         resumed.load_state_dict(state)
         assert resumed.advise(lr=0.1, optimizer="sgd") == expected
+
+
+def test_a_monitor_needs_no_argument_to_advise():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    with NoiseScaleMonitor(model, microbatch=8, every=1) as monitor:
+        train(monitor, model, 40)
+        advice = monitor.advise()
+    assert advice.resolved
+    assert advice.lr is None
+    assert "for SGD" in str(advice)
+
+
+def test_an_epochs_short_last_step_does_not_turn_the_advice():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    with NoiseScaleMonitor(model, microbatch=8, every=1) as monitor:
+        train(monitor, model, 40, parts=16)
+        before = monitor.advise(lr=0.1, optimizer="sgd")
+        train(monitor, model, 1, seed=1, parts=2)
+        after = monitor.advise(lr=0.1, optimizer="sgd")
+        state = monitor.state_dict()
+    assert (before.now.batch, after.now.batch) == (128, 128)
+    with NoiseScaleMonitor(model, microbatch=8, every=1) as resumed:
+        resumed.load_state_dict(state)
+        assert resumed.advise(lr=0.1, optimizer="sgd") == after
+        train(resumed, model, 14, seed=2, parts=2)
+        assert resumed.advise().now.batch == 128, "16 of the last 31 steps"
+        train(resumed, model, 1, seed=3, parts=2)
+        assert resumed.advise().now.batch == 16, "the batch was changed for good"

@@ -32,7 +32,10 @@ class BatchCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What the noise supports; `str()` is one paragraph. Nothing is advised while `resolved` is False."""
+    """What the noise supports; `str()` is a headline, a paragraph and the caveats, a line each.
+
+    Nothing is advised while `resolved` is False.
+    """
 
     resolved: bool
     """Whether there is anything to advise."""
@@ -43,7 +46,7 @@ class Advice:
     b_simple: Interval
     """The noise scale it rests on, in `unit`."""
     batch: int | None = None
-    """Units in one optimizer step, a multiple of microbatch times workers."""
+    """Units in one optimizer step: the present ones if they are to be kept, else whole microbatches on every worker."""
     lr: float | None = None
     """Learning rate at `batch`; None where the present one or the optimizer is not known."""
     lr_factor: float | None = None
@@ -51,7 +54,7 @@ class Advice:
     lr_rule: str = ""
     """The rule behind both."""
     accumulation: int | None = None
-    """Microbatches per worker and step; None where the microbatch or the number of workers is not known."""
+    """Microbatches per worker and step; None where they do not divide `batch`, or either number is not known."""
     now: BatchCost | None = None
     """What the present batch takes."""
     then: BatchCost | None = None
@@ -63,10 +66,10 @@ class Advice:
     caveats: tuple[str, ...] = ()
     """What is not known from this measurement."""
     text: str = ""
-    """The paragraph without the caveats."""
+    """The headline and, on a line of its own, the paragraph; without the caveats."""
 
     def __str__(self) -> str:
-        return " ".join((self.text, *self.caveats))
+        return "\n".join(filter(None, (self.text, " ".join(self.caveats))))
 
 
 def paragraph(
@@ -82,21 +85,23 @@ def paragraph(
     hf: Mapping[str, int | float],
     floor: bool,
     settled: bool,
+    tokens_per_sequence: int | None,
 ) -> str:
-    """Where the batch stands, what to use, and how it is split; `floor`: B_simple is a lower bound only."""
+    """Where the batch stands, and on the next line what to use; `floor`: B_simple is a lower bound only."""
     unit = noise_scale.unit
     per_step = (microbatch or 1) * (world_size or 1)
     sentences = (
-        _verdict(noise_scale, now, floor),
-        _settled(now, then, unit, floor) if settled else _proposal(now, then, unit, floor, per_step),
+        f"{_takes(now, unit, floor, 'A run at it takes')}.",
+        _settled(now, unit, floor) if settled else _proposal(now, then, unit, floor, per_step),
         _split(then.batch, microbatch, world_size, unit),
         "The learning rate stays as it is." if then.batch == now.batch else _rate(lr, factors, optimizer),
         f"Hugging Face: {', '.join(f'{name}={_digits(value)}' for name, value in hf.items())}." if hf else "",
+        _no_rows(microbatch, tokens_per_sequence),
     )
-    return " ".join(filter(None, sentences))
+    return f"{_headline(noise_scale, now)}\n{' '.join(filter(None, sentences))}"
 
 
-def _verdict(noise_scale: NoiseScale, now: BatchCost, floor: bool) -> str:
+def _headline(noise_scale: NoiseScale, now: BatchCost) -> str:
     unit, (low, high), value = noise_scale.unit, noise_scale.interval, noise_scale.b_simple
     assert value is not None
     share = Interval(
@@ -107,7 +112,7 @@ def _verdict(noise_scale: NoiseScale, now: BatchCost, floor: bool) -> str:
     scale = f"B_simple = {_ranged(Interval(value=value, low=low, high=high))} {unit}, 95 % intervals"
     return (
         f"Batch {now.batch:,} {unit} is {_ranged(share)} times the noise scale ({scale}, over "
-        f"{noise_scale.num_steps:,} measured steps). {_takes(now, unit, floor, 'A run at it takes')}."
+        f"{noise_scale.num_steps:,} measured steps)."
     )
 
 
@@ -119,16 +124,15 @@ def _takes(cost: BatchCost, unit: str, floor: bool, verb: str) -> str:
     )
 
 
-def _settled(now: BatchCost, then: BatchCost, unit: str, floor: bool) -> str:
+def _settled(now: BatchCost, unit: str, floor: bool) -> str:
     if floor and now.units.low is not None and now.units.low > 2:
         return f"Keep it: that B_simple is smaller does not show that {now.batch:,} {unit} are too many."
-    rounded = "" if then.batch == now.batch else f", rounded to {then.batch:,} {unit}"
-    return f"Keep it{rounded}: it is not told from the noise scale."
+    return "Keep it: it is not told from the noise scale."
 
 
 def _proposal(now: BatchCost, then: BatchCost, unit: str, floor: bool, per_step: int) -> str:
     if then.batch == now.batch:
-        return f"It stays, as the multiple of {per_step:,} {unit} (one microbatch on every worker) nearest to B_simple."
+        return f"It stays: no multiple of {per_step:,} {unit} (one microbatch on every worker) is nearer to B_simple."
     assert now.steps.value and then.steps.value and now.units.value and then.units.value
     steps, units = then.steps.value / now.steps.value, then.units.value / now.units.value
     verb = "Raise" if then.batch > now.batch else "Lower"
@@ -141,12 +145,24 @@ def _proposal(now: BatchCost, then: BatchCost, unit: str, floor: bool, per_step:
 def _split(advised: int, microbatch: int | None, world_size: int | None, unit: str) -> str:
     if microbatch is None:
         return ""
-    count = advised // (microbatch * (world_size or 1))
+    count, rest = divmod(advised, microbatch * (world_size or 1))
+    if rest:
+        what = "microbatches" if world_size in (None, 1) else f"microbatches for {world_size:,} workers"
+        return f"It is no whole number of {what}, of {microbatch:,} {unit} each, so no accumulation is given."
     what = f"{count:,} microbatch{'' if count == 1 else 'es'} of {microbatch:,} {unit}"
     if world_size is None:
         return f"That is {what} a step, over all workers together."
     workers = "1 worker" if world_size == 1 else f"each of {world_size:,} workers"
     return f"That is {what} a step on {workers} (accumulation {count:,})."
+
+
+def _no_rows(microbatch: int | None, tokens_per_sequence: int | None) -> str:
+    if microbatch is None or tokens_per_sequence is None or microbatch % tokens_per_sequence == 0:
+        return ""
+    return (
+        f"No arguments for Hugging Face: a microbatch of {microbatch:,} tokens is no whole number of rows of "
+        f"{tokens_per_sequence:,}."
+    )
 
 
 def _rate(lr: float | None, factors: Mapping[OptimizerKind, float], optimizer: OptimizerKind | None) -> str:

@@ -7,6 +7,7 @@ scale gives the reason and no number.
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import get_args
 
 from largebatch.errors import ConfigError
@@ -45,8 +46,9 @@ def advise(
     """The batch at the noise scale, and what goes with it.
 
     At batch B a run takes 1 + B_simple/B times the fewest steps and 1 + B/B_simple times the fewest units: twice
-    of each at B_simple, which is what is proposed. A batch inside the interval of B_simple is kept. Assumes that
-    `lr` is well tuned at `batch`, and that B_simple stands for the critical batch.
+    of each at B_simple, which is what is proposed. A batch inside the interval of B_simple is kept to
+    the unit; another one is rounded to whole microbatches on every worker. Assumes that `lr` is well tuned at `batch`,
+    and that B_simple stands for the critical batch.
 
     Args:
         noise_scale: as measured at `batch`.
@@ -56,7 +58,8 @@ def advise(
         lr: learning rate now, > 0; None is unknown.
         optimizer: "sgd" (rate in proportion to B / (B + B_simple)) or "adam" (to the square root of B); None is
             unknown.
-        tokens_per_sequence: for a noise scale in tokens, what one row of a Hugging Face batch holds.
+        tokens_per_sequence: for a noise scale in tokens, what one row of a Hugging Face batch holds; where the
+            microbatch is no whole number of rows there are no `hf_arguments`, and the text says so.
 
     Returns:
         Advice. Where a language model may be under Adam, B_simple is a lower bound: no batch is then called too large.
@@ -84,13 +87,16 @@ def advise(
     per_step = (microbatch or 1) * (world_size or 1)
     target = _target(noise_scale.b_simple, low, high, batch, floor)
     advised = max(1, round(target / per_step)) * per_step
+    if (advised - batch) * (target - batch) <= 0:  # kept; also where the nearest multiple lies the other way
+        advised = batch
     now, then = _cost(batch, b_simple), _cost(advised, b_simple)
     factors: dict[OptimizerKind, float] = {
         kind: _lr_factor(kind, batch, advised, noise_scale.b_simple) for kind in RULES
     }
     factor = 1.0 if advised == batch else factors.get(optimizer) if optimizer else None
     advised_lr = None if lr is None or factor is None else lr * factor
-    accumulation = None if world_size is None or microbatch is None else advised // per_step
+    divides = world_size is not None and microbatch is not None and advised % per_step == 0
+    accumulation = advised // per_step if divides else None
     hf = _hf_arguments(noise_scale.unit, microbatch, accumulation, advised_lr, tokens_per_sequence)
     caveats = (
         _PROXY,
@@ -100,7 +106,7 @@ def advise(
     )
     text = paragraph(
         noise_scale, now, then, microbatch=microbatch, world_size=world_size, lr=lr, optimizer=optimizer,
-        factors=factors, hf=hf, floor=floor, settled=target == batch,
+        factors=factors, hf=hf, floor=floor, settled=target == batch, tokens_per_sequence=tokens_per_sequence,
     )  # fmt: skip
     return Advice(
         resolved=True, reason="", unit=noise_scale.unit, b_simple=b_simple, batch=advised, lr=advised_lr,
@@ -119,8 +125,8 @@ def _check(
     batch: int | None,
     microbatch: int | None,
     world_size: int | None,
-    lr: float | None,
-    optimizer: str | None,
+    lr: object,
+    optimizer: object,
     tokens_per_sequence: int | None,
     unit: str,
 ) -> None:
@@ -130,12 +136,13 @@ def _check(
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} is a whole number of at least 1; got {value!r}.")
-    if lr is not None and not (lr > 0 and math.isfinite(lr)):
+    if lr is not None and (isinstance(lr, bool) or not isinstance(lr, Real) or not 0 < lr < math.inf):
         raise ConfigError(f"lr is a finite number above 0; got {lr!r}.")
-    if optimizer is not None and optimizer not in get_args(OptimizerKind):
+    if optimizer is not None and not (isinstance(optimizer, str) and optimizer in get_args(OptimizerKind)):
+        got = repr(optimizer) if isinstance(optimizer, str) else type(optimizer).__name__
         raise ConfigError(
-            f"optimizer {optimizer!r} is not known. Use 'sgd', or 'adam' for Adam, AdamW and RMSProp; for another one "
-            "leave it out, and no learning rate is advised."
+            f"optimizer {got} is not known: use 'sgd', or 'adam' for Adam, AdamW and RMSProp, and leave another one "
+            "out, for which no learning rate is advised."
         )
     if tokens_per_sequence is not None and unit != "tokens":
         raise ConfigError(f"tokens_per_sequence converts a batch of tokens; this one counts {unit}.")
@@ -155,7 +162,7 @@ def _nothing(noise_scale: NoiseScale, b_simple: Interval, reason: str) -> Advice
         bounds.append(f"at least {count_words(b_simple.low)}")
     if b_simple.high is not None and b_simple.high > 0:
         bounds.append(f"at most {count_words(b_simple.high)}")
-    known = f" What is known: B_simple is {' and '.join(bounds)} {noise_scale.unit} (95 %)." if bounds else ""
+    known = f"\nWhat is known: B_simple is {' and '.join(bounds)} {noise_scale.unit} (95 %)." if bounds else ""
     steps = f"{noise_scale.num_steps:,} measured step{'' if noise_scale.num_steps == 1 else 's'}"
     return Advice(
         resolved=False, reason=reason, unit=noise_scale.unit, b_simple=b_simple,
