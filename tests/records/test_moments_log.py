@@ -15,7 +15,7 @@ from largebatch.errors import ConfigError, RecordError, StorageError
 from largebatch.noise.ledger import MeasuredStep
 from largebatch.noise.moments import StepMoments, add_moments, solve_moments, solve_two_sizes
 from largebatch.noise.monitor import NoiseScaleMonitor
-from largebatch.records.moments_log import MomentsLog, read_moments
+from largebatch.records.moments_log import MomentsLog, is_moments_log, read_moments
 
 
 def made_step(step, groups=("rest",), preconditioned=False):
@@ -130,13 +130,14 @@ def test_a_training_resumed_from_a_checkpoint_leaves_the_log_of_one_that_was_nev
     assert path.read_bytes() == (tmp_path / "whole" / "m.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize(("first", "kept"), [(4, [1, 2, 3]), (1, []), (9, [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(("first", "kept"), [(4, [1, 2, 3]), (2, [1]), (9, [1, 2, 3, 4, 5])])
 def test_lines_from_the_first_new_step_on_are_dropped_and_it_is_said(tmp_path, caplog, first, kept):
     path = tmp_path / "m.jsonl"
     write(path, range(1, 6))
     write(path, [first])
     assert steps_of(path) == [*kept, first]
     assert ("dropped" in caplog.text) == (len(kept) < 5)
+    assert os.listdir(tmp_path) == ["m.jsonl"]
 
 
 def test_a_training_that_starts_over_writes_its_own_header(tmp_path):
@@ -144,6 +145,47 @@ def test_a_training_that_starts_over_writes_its_own_header(tmp_path):
     write(path, [1, 2], optimizer="sgd")
     write(path, [1], optimizer="adam")
     assert read_moments(path).header.optimizer == "adam"
+
+
+# A first step that is not finite is not measured: a script that is run again may then begin at 2.
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_script_that_is_run_again_loses_no_old_log(tmp_path, caplog, first):
+    path = tmp_path / "moments.jsonl"
+    old = []
+    for run in range(3):
+        write(path, range(first, first + 5 - run))
+        assert steps_of(path) == list(range(first, first + 5 - run))
+        old.append(path.read_bytes())
+    assert (tmp_path / "moments.1.jsonl").read_bytes() == old[0]
+    assert (tmp_path / "moments.2.jsonl").read_bytes() == old[1]
+    assert len(caplog.records) == 2
+    assert "moved to moments.1.jsonl" in caplog.text
+    assert "dropped" not in caplog.text
+
+
+def test_a_log_that_holds_no_step_is_written_again_in_its_place(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write(path, [1])
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    write(path, [1])
+    assert os.listdir(tmp_path) == ["m.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("content", "is_one"),
+    [
+        (b'{"kind": "moments"}\n', True),
+        (b'{"kind":"x"}\n', False),
+        (b"[1]\n", False),
+        (b"\x89PNG", False),
+        (b"", False),
+    ],
+)
+def test_a_log_is_known_by_its_first_line(tmp_path, content, is_one):
+    (tmp_path / "any").write_bytes(content)
+    assert is_moments_log(tmp_path / "any") is is_one
+    assert not is_moments_log(tmp_path)
+    assert not is_moments_log(tmp_path / "none")
 
 
 @pytest.mark.parametrize("torn", range(0, 40, 3))

@@ -9,19 +9,23 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
 from largebatch.errors import ConfigError, RecordError
-from largebatch.records.files import JsonLines, read_lines
+from largebatch.records.files import JsonLines, read_lines, storage_error
 from largebatch.units import check_unit
 
 logger = logging.getLogger(__name__)
 
 MOMENTS_LOG_VERSION = 1
+_LONGEST = 65_536
+"""Bytes of a first line at most."""
 _BEGINNING = b'{"kind":"moments"'
 _SIZES = ("batch", "num_microbatches", "units_small", "units_step")
 _NORMS = ("trace_cov", "grad_sq_norm", "sq_norm_small", "sq_norm_step")
@@ -73,8 +77,8 @@ class MomentsLog:
     """Appends the raw moments of each measured step to a file of JSON lines; give it to a monitor's `on_measured`.
 
     The file is opened at the first step. A training that goes on from a checkpoint may name the same file: what was
-    logged from its first step on is dropped (and said by a warning), so no step is there twice. A kill costs at
-    most the line that was being written.
+    logged from its first step on is dropped (and said by a warning), so no step is there twice. One that starts over
+    keeps no old step: the old file is moved aside, to moments.1.jsonl. A kill costs at most the line being written.
 
     >>> import tempfile
     >>> from largebatch.noise import MeasuredStep, solve_moments
@@ -153,8 +157,10 @@ class MomentsLog:
                 )
             steps = [line.get("step", math.inf) for line in read_lines(self.path)[1:]]
             dropped = sum(step >= first_step for step in steps)
-            # Where no step is left the header is this training's.
-            keep = 1 + len(steps) - dropped if dropped < len(steps) else 0
+            keep = 1 + len(steps) - dropped if steps else 0
+            if steps and dropped == len(steps):  # another training, of which nothing is gone on with
+                _move_aside(self.path)
+                keep = dropped = 0
         if dropped:
             logger.warning(
                 "%s: training goes on at step %d, so %d later line(s) are dropped.", self.path, first_step, dropped
@@ -230,6 +236,27 @@ def read_moments(path: Path) -> MomentsTable:
         trace_cov=total.trace_cov, grad_sq_norm=total.grad_sq_norm, groups=groups,
         preconditioned=None if all(map(math.isnan, preconditioned.trace_cov)) else preconditioned,
     )  # fmt: skip
+
+
+def is_moments_log(path: Path) -> bool:
+    """Whether a file's first line says that it is one, whatever the file is called."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.readline(_LONGEST))
+    except (OSError, ValueError):
+        return False
+    return isinstance(header, dict) and header.get("kind") == "moments"
+
+
+def _move_aside(path: Path) -> None:
+    """Rename to the next free number, and say so."""
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
+    try:
+        path.rename(aside)
+    except OSError as error:
+        raise storage_error(aside, error) from error
+    logger.warning("%s: training starts over, so the old log is moved to %s.", path, aside.name)
 
 
 def _norms(moments: Moments) -> dict[str, float]:
