@@ -13,6 +13,15 @@ def num_workers() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def own_groups(groups: Sequence[dist.ProcessGroup]) -> tuple[dist.ProcessGroup, ...]:
+    """Groups of the same workers for traffic of our own, so that it never meets others' in a wrong order.
+
+    Every worker of each group calls this at the same point of its program.
+    """
+    found = (dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True) for group in groups)
+    return tuple(group for group in found if isinstance(group, dist.ProcessGroup))
+
+
 def sum_over_workers(values: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
     """Add `values` up in place over each group in turn; every worker of the groups calls it.
 

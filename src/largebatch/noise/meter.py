@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
-from largebatch.groups import sum_over_workers
+from largebatch.groups import own_groups, sum_over_workers
 from largebatch.noise.collect.collector import GradientCollector
 from largebatch.noise.collect.layout import Layout
 from largebatch.noise.collect.reduce import LossScaling, StepSums, pack, refusal
@@ -67,6 +67,7 @@ class StepMeter:
         self._num_elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.defer = self._device.type != "cpu"
         """Whether a step's sums are read only later."""
+        self._groups = own_groups(layout.groups)
         self._under_way: tuple[int, Tensor, Any, StepNorms] | None = None
         kind = partial(ShardedCollector, loss_scaling=loss_scaling) if layout.kind == "fsdp" else GradientCollector
         self.collector: GradientCollector | ShardedCollector = kind(
@@ -126,10 +127,10 @@ class StepMeter:
                 scale=loss_scale(self._scaler), unscaled=unscaled, factor=self.loss_factor,
             )  # fmt: skip
         except ConfigError as error:
-            if not self._layout.groups:
+            if not self._groups:
                 raise
             failure, payload = error, refusal(self.collector.num_rows, self._device)
-        sum_over_workers(payload, self._layout.groups)
+        sum_over_workers(payload, self._groups)
         if failure is not None or norms is None:
             raise failure or AssertionError("norms or a failure")
         self._under_way = self._send(step, payload, norms)
@@ -165,6 +166,7 @@ class StepMeter:
         norms = self.collector.take(may_be_unscaled=may_be_unscaled)
         if self._per_example is None:
             return norms
+        examples = examples[-len(norms.units) :]  # those before are of a step that was given up
         if len(examples) != len(norms.units):
             raise ConfigError(
                 f"{len(norms.units)} backwards reached the parameters, but the examples of {len(examples)} are known: "

@@ -138,7 +138,7 @@ class NoiseScaleMonitor:
         self._dataset_size, self._on_measured = dataset_size, tuple(on_measured)
         self._cadence = Cadence(overhead=overhead) if every == "auto" else None
         self._every = self._voted = 1 if every == "auto" else every
-        self._next, self._wide = 0, False
+        self._next, self._wide, self._closed = 0, False, False
         self._layout = find_layout(model)
         names = [name for name, _ in named_trainable(model, self._layout)]
         self._partition = Partition(groups, names)
@@ -228,14 +228,21 @@ class NoiseScaleMonitor:
             ConfigError: one microbatch only, no backward, gradients changed, zeroed too early or not at all, more
                 units than `dataset_size`, or such an error on another worker.
         """
-        measured = self._meter.enabled
+        if self._closed:
+            raise ConfigError("the monitor is closed: make a new one, and hand it state_dict() to go on.")
         self.num_steps += 1
-        moments = self._measure() if measured else None
-        if measured:
+        if not self._meter.enabled:
+            self._end_step()
+            return None
+        try:
+            return self._measure()
+        finally:  # whatever a refusal or a sink raises here, the workers stay in step
             self._next = self.num_steps + self._every
+            self._end_step()
+
+    def _end_step(self) -> None:
         self._enable()
         self._last_end = time.perf_counter()
-        return moments
 
     def give_up(self, reason: str) -> None:
         """Have the step under way skipped and counted, on all workers, because of `reason`; call before `step`."""
@@ -331,6 +338,7 @@ class NoiseScaleMonitor:
 
     def close(self) -> None:
         """Remove the hooks; the noise scale measured so far stays readable."""
+        self._closed = True
         try:
             self._settle()
         finally:
@@ -345,4 +353,5 @@ class NoiseScaleMonitor:
         if error is None:
             self.close()
         else:  # a sum that was not read is no reason to hide the error
+            self._closed = True
             self._meter.close()

@@ -96,6 +96,7 @@ class Gradients:
         To be asked at a backward's start: in DDP's bucket views all gradients of a bucket share one version.
         """
         gone: set[int] = set()
+        self.problem = ""
         for index in self.arrived:
             held = self._parameters[index].grad
             if held is None:
@@ -111,6 +112,9 @@ class Gradients:
                     self.problem = (
                         "gradients were changed between two backwards of one step: clip and scale after step()."
                     )
+        kept = [self._parameters[index].grad for index in self.arrived - gone] if gone else []
+        if any(grad is not None and torch.count_nonzero(grad.detach()) for grad in kept):
+            self.problem = "some gradients were set to None or 0 in the middle of a step and others were not."
         return gone
 
     def of_step(self) -> dict[int, Tensor]:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
-from largebatch.groups import share_out
 from largebatch.noise.collect.backwards import at_end, backward_id, check_parts, check_units, is_nested, weakly
 from largebatch.noise.collect.changes import Gradients
 from largebatch.noise.collect.fsdp import is_fsdp_module
-from largebatch.noise.collect.layout import Layout, check_averaged, named_trainable
+from largebatch.noise.collect.layout import Layout, check_averaged
 from largebatch.noise.collect.norms import Tally, sq_norm_dots, total
 from largebatch.noise.collect.step_norms import Microbatch, StepNorms, sum_microbatches
+from largebatch.noise.collect.watched import Watched
 
 NEVER = 10**9
 """More microbatches than any step has."""
@@ -82,26 +82,23 @@ class GradientCollector:
         """Host time spent in hooks since the last `take`."""
         self._model, self._layout = model, layout or Layout()
         self._default_units, self._weigh, self._read = default_units, weigh, read_microbatches
-        self._row_of, self._num_plain = row_of, num_rows
+        self._num_plain = num_rows
         self.num_rows = num_rows * (2 if weigh is not None else 1)
         """Rows of what `take` gives."""
-        self._parameters: list[nn.Parameter] = []
-        self._rows: list[int] = []
-        self._shares: list[int] = []
-        self._known: set[int] = set()
+        self._watched = Watched(model, self._layout, row_of, self._on_gradient, self._on_accumulated)
+        self._parameters, self._rows = self._watched.parameters, self._watched.rows
         self._enabled, self._closed = True, False
-        self._handles: list[Any] = []
         self._forward_handle: Any = None
         self._tallies = Tally(), Tally()
         self._context: Microbatch | None = None
         self._pending: dict[int, tuple[int, Sequence[Tensor], Sequence[Tensor], Tensor | None, Sequence[Tensor]]] = {}
-        self._synced = True
+        self._synced: bool | None = None
         self._begun = self._running = -1
         self._current = Microbatch(units=default_units)
         self._gone: set[int] = set()
         self._marks, self._expected, self._num_marks, self._lock = (), NEVER, num_marks, threading.Lock()
         self._reset()
-        if not self._watch():
+        if not self._watched.look():
             raise ConfigError("the model has no parameter that requires a gradient: there is nothing to measure.")
         if self._layout.ddp is not None:
             self._forward_handle = self._layout.ddp.register_forward_pre_hook(weakly(self._on_forward))
@@ -118,10 +115,10 @@ class GradientCollector:
         started = perf_counter()
         self._enabled = enabled
         if enabled:
-            for index in range(len(self._parameters)):
-                self._attach(index)
+            self._watched.attach()
         else:
-            self._detach()
+            self._watched.detach()
+            self._pending.clear()
         self.seconds += perf_counter() - started
 
     @contextmanager
@@ -159,14 +156,14 @@ class GradientCollector:
                 never averaged over the workers; backwards that look like parts of one microbatch.
         """
         microbatches, arrived, hot, skip = self._microbatches, self._gradients, self._hot, self._skip
-        problem = self._problem
+        problem, synced = self._problem or self._watched.problem(), self._synced
         stale, weighed = self._stale, self._weigh is not None and not self._unweighed
         if self._context is not None:
             raise ConfigError("step() was called inside a microbatch context: leave it first.")
         self._reset()
         if problem:
             raise ConfigError(problem)
-        if self._watch(joining=True):
+        if self._watched.look(joining=True):
             skip = skip or "a parameter joined after the monitor was made; it is watched from the next step on"
         if not microbatches:
             if any(map(is_fsdp_module, self._model.modules())):
@@ -180,7 +177,7 @@ class GradientCollector:
                 "optimizer.step(); with a GradScaler give it to the monitor as grad_scaler."
             )
         if self._layout.ddp is not None:
-            check_averaged(self._layout.ddp, synced=self._synced)
+            check_averaged(self._layout.ddp, synced=synced)
             gradients |= arrived.given_by_others()
         self._marks, self._expected = arrived.marks, len(microbatches)
         device = next(grad.device for grad in gradients.values())
@@ -212,43 +209,10 @@ class GradientCollector:
     def close(self) -> None:
         """Remove every hook."""
         self._closed = True
-        self._detach()
+        self._watched.detach()
         if self._forward_handle is not None:
             self._forward_handle.remove()
         self.discard()
-
-    def _attach(self, index: int) -> None:
-        parameter = self._parameters[index]
-        if parameter.requires_grad:
-            self._handles += (
-                parameter.register_hook(weakly(self._on_gradient, index)),
-                parameter.register_post_accumulate_grad_hook(weakly(self._on_accumulated, index)),
-            )
-
-    def _detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._pending.clear()
-
-    def _watch(self, *, joining: bool = False) -> bool:
-        """Hook into parameters that are new; whether one of them has a gradient already (or, at first, any is)."""
-        found = False
-        if joining and all(id(p) in self._known or not p.requires_grad for p in self._model.parameters()):
-            return False
-        for name, parameter in named_trainable(self._model, self._layout):
-            if id(parameter) in self._known:
-                continue
-            index = len(self._parameters)
-            self._parameters.append(parameter)
-            self._rows.append(self._row_of(name))
-            self._known.add(id(parameter))
-            if self._enabled:
-                self._attach(index)
-            found = found or not joining or parameter.grad is not None
-        if len(self._shares) < len(self._parameters):
-            self._shares = share_out([p.numel() for p in self._parameters], self._layout.world_size)
-        return found
 
     def _reset(self) -> None:
         self._microbatches: list[Microbatch] = []
@@ -258,6 +222,7 @@ class GradientCollector:
         self._stale: list[Tensor] = []
         self._hot: dict[int, Sequence[Tensor]] = {}
         self._skip = self._problem = ""
+        self._synced, self._open = None, False
         self._unweighed = False
         self.seconds = 0.0
 
@@ -339,8 +304,10 @@ class GradientCollector:
         with self._lock:  # one backward over several devices has a thread for each
             if backward == self._running:
                 return
+            if self._open and self._context is None and not is_nested():
+                self.give_up("a backward ended in an error")
             self._current = self._context or self._by_backward.get(backward) or self._begin_microbatch(backward)
-            self._running = backward
+            self._running, self._open = backward, True
         # DDP writes the averages in a callback at the backward's end; one queued from there comes after it.
         at_end(self._on_end if self._layout.ddp is None else lambda: at_end(self._on_end))
 
@@ -356,6 +323,7 @@ class GradientCollector:
 
     def _on_end(self) -> None:
         started = perf_counter()
+        self._open = False
         # Where more microbatches are expected, nobody will ask.
         num = len(self._microbatches) + (self._context is not None)
         self._gradients.note(mark=self._expected == NEVER or num >= self._expected)
@@ -366,9 +334,10 @@ class GradientCollector:
         if index in current.seen:
             self._fail("gradients were set to None inside a microbatch context: zero them between steps only.")
             return
-        versions, seconds = self._gradients.versions, self.seconds
+        versions, problem = self._gradients.versions, self._gradients.problem
+        kept = self.seconds, self._synced, self._open
         self._reset()
-        self.seconds = seconds
+        self._problem, (self.seconds, self._synced, self._open) = problem, kept
         for seen in current.seen:
             self._gradients.add(seen)
             self._gradients.versions[seen] = versions[seen]
@@ -390,7 +359,7 @@ class GradientCollector:
         dots: list[Tensor] = []
         owners: list[int] = []
         for index, grad in gradients.items():
-            if self._shares[index] != self._layout.rank:
+            if self._watched.shares[index] != self._layout.rank:
                 continue
             plain = hot.get(index) or sq_norm_dots(grad, wide=self.wide)
             for part, row in ((plain, 0), (self._weighed(index, grad), self._num_plain)):

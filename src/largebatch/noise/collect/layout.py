@@ -92,8 +92,16 @@ def find_layout(model: nn.Module) -> Layout:
     return Layout(kind="ddp", world_size=world_size, rank=dist.get_rank(group), groups=groups, ddp=ddp)
 
 
-def check_averaged(ddp: DistributedDataParallel, *, synced: bool) -> None:
-    """Raise ConfigError unless `ddp` leaves the mean gradient in p.grad; `synced` says whether it sent any."""
+def check_averaged(ddp: DistributedDataParallel, *, synced: bool | None) -> None:
+    """Raise ConfigError unless `ddp` leaves the mean gradient in p.grad.
+
+    `synced` says whether its last forward of the step was to be synced; None means that there was none.
+    """
+    if synced is None:
+        raise ConfigError(
+            "no forward of this step went through the DistributedDataParallel wrapper, so its gradients were not "
+            "averaged over the workers: call the wrapped model, not its .module."
+        )
     if not synced:
         raise ConfigError(
             "the step's last forward was under no_sync(), so its gradients were not averaged over the workers: "
