@@ -136,7 +136,7 @@ def _check(
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} is a whole number of at least 1; got {value!r}.")
-    if lr is not None and (isinstance(lr, bool) or not isinstance(lr, Real) or not 0 < lr < math.inf):
+    if lr is not None and (isinstance(lr, bool) or not isinstance(lr, Real) or not 0 < float(lr) < math.inf):
         raise ConfigError(f"lr is a finite number above 0; got {lr!r}.")
     if optimizer is not None and not (isinstance(optimizer, str) and optimizer in get_args(OptimizerKind)):
         got = repr(optimizer) if isinstance(optimizer, str) else type(optimizer).__name__
