@@ -17,63 +17,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from threading import Lock
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
-from largebatch.noise.per_example.calls import Call, Scope, Use
-from largebatch.noise.per_example.forms import Factored, Known, Measured, Probe, Summed, combine, sq_norm, wide
+from largebatch.noise.collect.backwards import at_end, backward_id
+from largebatch.noise.per_example.backward import (
+    TOLERANCE,
+    TOLERANCE_HALF,
+    TOLERANCE_TF32,
+    Arrival,
+    Backward,
+    Key,
+    disagreement,
+    excess_of,
+    norms_of,
+)
+from largebatch.noise.per_example.calls import Call, Use
+from largebatch.noise.per_example.forms import Factored, Form, Known, Probe, Summed, combine
+from largebatch.noise.per_example.hooks import Clock
 from largebatch.noise.per_example.rules import NORMS
 from largebatch.noise.per_example.watch import CallWatcher
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""How far the parts may be from the whole, relative to both, per dtype of the output's gradient."""
-TOLERANCE_TF32 = 5e-3
-"""The least of it on accelerators, whose float32 products may have 10 bits."""
-TOLERANCE_HALF = 5e-2
-"""The same in float16 and bfloat16."""
 REMEDY = "Call it through its own layer with examples in dim 0, freeze it, or measure by microbatches."
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Backward:
-    """One backward: what its layers have shown so far, and what was committed."""
-
-    number: int
-    uses: dict[int, list[Use]] = field(default_factory=dict[int, list[Use]])
-    """Uses of each parameter whose gradient has not arrived."""
-    by_call: dict[int, Use] = field(default_factory=dict[int, Use])
-    scopes: dict[int, Scope] = field(default_factory=dict[int, Scope])
-    norms: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
-    """Squared norms of the parameters of each group, each of shape (B,)."""
-    gaps: list[Tensor] = field(default_factory=list[Tensor])
-    """For each parameter, how far the parts of its gradient are from it along the probe; 0-dim."""
-    allowed: float = 0.0
-    """How large the gaps may be together, relative to the examples' norms."""
-    checks: list[tuple[_Key, Tensor]] = field(default_factory=list["tuple[_Key, Tensor]"])
-    """For each new use of a parameter, its gap over what is allowed; 0-dim."""
-    refusal: str | None = None
-
-
-_Key = tuple[str, ...]
-"""A parameter, and the layers it was used in."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Arrival:
-    """What a tensor hook read, until the accumulation commits it."""
-
-    backward: _Backward
-    uses: list[Use]
-    sq_norms: Tensor | None = None
-    gap: Tensor | None = None
-    allowed: float = 0.0
-    check: tuple[_Key, Tensor] | None = None
-    refusal: str | None = None
 
 
 class PerExampleCollector:
@@ -141,7 +111,14 @@ class PerExampleCollector:
         self._device = next(iter(self._named.values())).device
         generator = torch.Generator().manual_seed(0)
         self._probes = [Probe.draw(parameter, generator) for parameter in self._named.values()]
-        self._verified: set[_Key] = set()
+        self._group_sizes = [0] * (max(self._group) + 1)
+        for group, parameter in zip(self._group, self._named.values(), strict=True):
+            self._group_sizes[group] += parameter.numel()
+        self._verified: set[Key] = set()
+        self.wide = False
+        """Whether squares are taken in float64, for gradients whose squares leave float32's range."""
+        self._clock, self._lock, self._closed = Clock(), Lock(), False
+        self._handles: list[Any] = []
         self.discard()
         self._watcher = CallWatcher(
             model,
@@ -149,24 +126,47 @@ class PerExampleCollector:
             layers=set(layers),
             use_of=self._use_of,
             derive=self._derive if fast else None,
+            clock=self._clock,
         )
-        self._handles = [
-            handle
-            for index, parameter in enumerate(self._named.values())
-            for handle in (
-                parameter.register_hook(partial(self._on_gradient, index)),
-                parameter.register_post_accumulate_grad_hook(partial(self._on_accumulated, index)),
-            )
-        ]
+        self._attach()
+
+    @property
+    def seconds(self) -> float:
+        """Host time spent in hooks since the last `take` or `discard`."""
+        return self._clock.seconds
 
     @property
     def enabled(self) -> bool:
-        """While False, hooks return at once and nothing is kept."""
+        """Whether backwards are measured; while not, the model has no hooks. To be set between steps."""
         return self._watcher.enabled
 
     @enabled.setter
-    def enabled(self, value: bool) -> None:
-        self._watcher.enabled = value
+    def enabled(self, enabled: bool) -> None:
+        if enabled != self.enabled and not self._closed:
+            self._clock.timed(self._set_enabled)(enabled)
+
+    def _set_enabled(self, enabled: bool) -> None:
+        self._watcher.enabled = enabled
+        if enabled:
+            self._attach()
+        else:
+            self._detach()
+
+    def _attach(self) -> None:
+        for index, parameter in enumerate(self._named.values()):
+            frozen = not parameter.requires_grad  # for now only: its gradients are not to be missed later
+            parameter.requires_grad_(True)
+            self._handles += (
+                parameter.register_hook(self._clock.weakly(self._on_gradient, index)),
+                parameter.register_post_accumulate_grad_hook(self._clock.weakly(self._on_accumulated, index)),
+            )
+            parameter.requires_grad_(not frozen)
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._pending.clear()
 
     def take(self) -> list[Tensor]:
         """Return the squared norms of each backward since the last `take`, and forget them.
@@ -192,39 +192,25 @@ class PerExampleCollector:
                 "unfreezing."
             )
         for backward in backwards:
-            refusal = backward.refusal or _disagreement(list(backward.scopes.values()))
+            refusal = backward.refusal or disagreement(list(backward.scopes.values()))
             if refusal is not None:
                 raise ConfigError(refusal)
         self._verify([check for backward in backwards for check in backward.checks])
-        return [self._finish(backward) for backward in backwards]
+        return [norms_of(backward, self._group_sizes, self._device) for backward in backwards]
 
     def discard(self) -> None:
         """Forget what was collected since the last `take`."""
-        self._backwards: dict[int, _Backward] = {}
-        self._running: _Backward | None = None
-        self._pending: dict[int, _Arrival] = {}
+        self._backwards: dict[int, Backward] = {}
+        self._running: Backward | None = None
+        self._pending: dict[int, Arrival] = {}
+        self._clock.seconds = 0.0
 
     def close(self) -> None:
         """Remove every hook."""
-        self._watcher.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.enabled, self._closed = False, True
         self.discard()
 
-    def _finish(self, backward: _Backward) -> Tensor:
-        """Squared norms, shape (num_groups, num_examples); NaN where the parts are not the whole."""
-        every = [norms for group in backward.norms.values() for norms in group]
-        dtype = torch.float64 if any(norms.dtype == torch.float64 for norms in every) else torch.float32
-        sq_norms = torch.zeros(max(self._group) + 1, every[0].shape[0], dtype=dtype, device=self._device)
-        for group, norms in backward.norms.items():
-            sq_norms[group] = torch.stack([norm.to(sq_norms) for norm in norms]).sum(0)
-        gap = torch.stack([gap.to(sq_norms) for gap in backward.gaps]).sum().abs()
-        # |sum of g_b|^2 <= B * sum of |g_b|^2: what rounding of the gradient itself is relative to.
-        size = (sq_norms.sum() * sq_norms.shape[1]).sqrt()
-        return torch.where(gap > backward.allowed * size, torch.nan, sq_norms)
-
-    def _verify(self, checks: list[tuple[_Key, Tensor]]) -> None:
+    def _verify(self, checks: list[tuple[Key, Tensor]]) -> None:
         """Hold new uses of parameters to their gradient, on the host; one that is not finite says nothing yet."""
         new = [(key, excess) for key, excess in checks if key not in self._verified]
         if not new:
@@ -240,26 +226,31 @@ class PerExampleCollector:
             if excess <= 1:
                 self._verified.add((name, *layers))
 
-    def _run(self, number: int) -> _Backward:
-        """Another backward begins; when it ends, what it left behind is let go (a probe leaves all)."""
+    def _backward(self, number: int) -> Backward:
+        """The backward that runs, which may have begun just now, on this device's thread or on another's."""
+        running = self._running
+        if running is not None and running.number == number:
+            return running
+        with self._lock:
+            running = self._running
+            if running is None or running.number != number:
+                self._pending.clear()
+                running = self._backwards.get(number) or Backward(number=number)
+                at_end(partial(self._end, number))
+                self._running = running
+        return running
 
-        def end() -> None:
-            if self._running is not None and self._running.number == number:
-                self._running = None
-
-        self._pending.clear()
-        self._running = self._backwards.get(number) or _Backward(number=number)
-        torch.autograd.Variable._execution_engine.queue_callback(end)  # pyright: ignore
-        return self._running
+    def _end(self, number: int) -> None:
+        """Let go what a backward left behind (a probe leaves all)."""
+        if self._running is not None and self._running.number == number:
+            self._running = None
 
     def _use_of(self, call: Call) -> Use | None:
         """What the running backward has of a call, while it goes through it; None if nothing is to be kept."""
-        number = _backward_id()
+        number = backward_id()
         if not self.enabled or number < 0:
             return None
-        backward = self._running
-        if backward is None or backward.number != number:
-            backward = self._run(number)
+        backward = self._backward(number)
         use = backward.by_call.get(id(call))
         if use is None:
             gone, tensors = call.take_tensors(number)
@@ -277,9 +268,10 @@ class PerExampleCollector:
         with _widely(grad):
             forms = call.rule(call.module, x, grad)
             for index, name in call.names.items():
-                form, parameter = forms[name], self._named[self._names[index]]
+                (form,), probe = self._precise([forms[name]], index)
+                parameter = self._named[self._names[index]]
                 assert isinstance(form, Factored | Summed), call.name
-                total, measured = form.sum_and_measure(self._probes[index])
+                total, measured = form.sum_and_measure(probe)
                 gradients.append(total.view_as(parameter).to(parameter.dtype))
                 if use is not None:
                     use.delivered[name] = Known(form, measured)
@@ -289,11 +281,9 @@ class PerExampleCollector:
         """Measure the examples' parts of one gradient on its way; whether it stays is not known yet."""
         if not self.enabled:
             return
-        number = _backward_id()
+        number = backward_id()
         name = self._names[index]
-        backward = self._running
-        if backward is None or backward.number != number:
-            backward = self._run(number)
+        backward = self._backward(number)
         uses = backward.uses.pop(index, [])
         for use in uses:
             use.waiting.discard(index)
@@ -303,7 +293,7 @@ class PerExampleCollector:
         if not uses:
             refusal = f"the gradient of {name!r} came from outside the layers whose examples are seen. {REMEDY}"
         if refusal is not None:
-            self._pending[index] = _Arrival(backward=backward, uses=uses, refusal=refusal)
+            self._pending[index] = Arrival(backward=backward, uses=uses, refusal=refusal)
             return
         self._watcher.replaying = True
         key = (name, *(use.call.name for use in uses))
@@ -313,19 +303,25 @@ class PerExampleCollector:
         new = key not in self._verified
         try:
             with _widely(grad):
-                forms = [use.form(use.call.names[index]) for use in uses]
-                probe = self._probes[index]
+                forms, probe = self._precise([use.form(use.call.names[index]) for use in uses], index)
                 if len(forms) == 1:
                     measured = forms[0].measure(probe, careful=new)
                 else:
                     measured = combine(forms, probe, careful=new)
-                gap = measured.projected - probe.of(grad)
-                check = (key, _excess(gap, grad, measured, allowed)) if new else None
+                whole = probe.of(grad)
+                gap, moved = measured.projected - whole, measured.projected.abs() + whole.abs()
+                check = (key, excess_of(gap, grad, measured, allowed)) if new else None
         except ConfigError as error:
-            self._pending[index] = _Arrival(backward=backward, uses=uses, refusal=str(error))
+            self._pending[index] = Arrival(backward=backward, uses=uses, refusal=str(error))
         else:
-            self._pending[index] = _Arrival(
-                backward=backward, uses=uses, sq_norms=measured.sq_norms, gap=gap, allowed=allowed, check=check
+            self._pending[index] = Arrival(
+                backward=backward,
+                uses=uses,
+                sq_norms=measured.sq_norms,
+                gap=gap,
+                moved=moved,
+                allowed=allowed,
+                check=check,
             )
         finally:
             self._watcher.replaying = False
@@ -333,45 +329,32 @@ class PerExampleCollector:
     def _on_accumulated(self, index: int, _: Tensor) -> None:
         """Commit what `_on_gradient` read, now that the parameter has taken the gradient."""
         arrival = self._pending.pop(index, None)
-        if arrival is None or arrival.backward.number != _backward_id():
+        if arrival is None or arrival.backward.number != backward_id():
             return
+        with self._lock:
+            self._commit(index, arrival)
+
+    def _commit(self, index: int, arrival: Arrival) -> None:
         backward = self._backwards.setdefault(arrival.backward.number, arrival.backward)
         backward.refusal = backward.refusal or arrival.refusal
         for use in arrival.uses:
             backward.scopes[id(use.call.scope)] = use.call.scope
             backward.refusal = backward.refusal or use.call.commit(index, backward.number)
-        if backward.refusal is not None or arrival.sq_norms is None or arrival.gap is None:
+        if backward.refusal is not None or arrival.sq_norms is None or arrival.gap is None or arrival.moved is None:
             return
         backward.norms.setdefault(self._group[index], []).append(arrival.sq_norms)
+        backward.moved.setdefault(self._group[index], []).append(arrival.moved)
         backward.gaps.append(arrival.gap)
         backward.allowed = max(backward.allowed, arrival.allowed)
         if arrival.check is not None:
             backward.checks.append(arrival.check)
 
-
-def _excess(gap: Tensor, grad: Tensor, measured: Measured, allowed: float) -> Tensor:
-    """How large a gap is, over what rounding of its terms and of the gradient explains; 0-dim, at most 1 if it does."""
-    assert measured.sq_terms is not None, "a new use is measured with care"
-    values = wide(grad.coalesce().values() if grad.is_sparse else grad)
-    size = (measured.sq_terms + sq_norm(values)).sqrt()
-    return torch.where(gap == 0, 0.0, gap.abs() / (allowed * size))
-
-
-def _disagreement(scopes: list[Scope]) -> str | None:
-    """Why the calls that one backward went through do not have the same examples; None if they do."""
-    owners = [id(scope.owner) for scope in scopes]
-    if len(set(owners)) < len(owners):
-        return (
-            f"one backward went through {len(owners)} forwards of {type(scopes[-1].owner).__name__}, so it is not "
-            "known which rows are one example. Use one forward and one backward per microbatch."
-        )
-    sizes = sorted({scope.num_examples or 0 for scope in scopes})
-    if len(sizes) > 1:
-        return (
-            f"one backward went through modules that were called with {' and '.join(map(str, sizes))} rows, so it is "
-            "not known how many examples there are. Give all of them the same examples in dim 0."
-        )
-    return next((scope.refusal for scope in scopes if scope.refusal is not None), None)
+    def _precise(self, forms: list[Form], index: int) -> tuple[list[Form], Probe]:
+        """Forms of a parameter and its probe, in float64 if that is asked for and the device has it."""
+        probe = self._probes[index]
+        if not self.wide or probe.rows.device.type == "mps":
+            return forms, probe
+        return [form.double() for form in forms], probe.double()
 
 
 @contextmanager
@@ -385,8 +368,3 @@ def _widely(tensor: Tensor) -> AbstractContextManager[None]:
     """Squared norms are made in float32 or wider, and leave no graph; nothing is entered where that is so already."""
     kind = tensor.device.type
     return _apart(kind) if torch.is_grad_enabled() or torch.is_autocast_enabled(kind) else nullcontext()
-
-
-def _backward_id() -> int:
-    """The graph task that runs now, -1 outside of one (see `largebatch.noise.collect.collector`)."""
-    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]

@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-CHUNK = 2**18
-"""Elements in one dot product, as in `largebatch.noise.collect.collector`: float32 stays right to about 1e-6."""
+from largebatch.noise.collect.norms import CHUNK, sq_norm
+
 WORKSPACE = 2**21
 """Elements of a temporary; examples are taken in as many parts as keep it, and at least one by one."""
 
@@ -43,12 +43,17 @@ class Probe(NamedTuple):
         dtype = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
         return cls(u.to(parameter.device, dtype), v.to(parameter.device, dtype))
 
+    def double(self) -> Probe:
+        """The same direction in float64."""
+        return Probe(self.rows.double(), self.columns.double())
+
     def of(self, gradient: Tensor) -> Tensor:
         """<gradient, u v^T>, 0-dim; `gradient` has the parameter's shape and may be sparse."""
         if gradient.is_sparse:
             gradient = gradient.coalesce()
-            return torch.dot(self.rows[gradient.indices()[0]], wide(gradient.values()).flatten(1) @ self.columns)
-        gradient = wide(gradient)
+            rows, values = self.rows[gradient.indices()[0]], gradient.values().to(self.rows.dtype)
+            return torch.dot(rows, values.flatten(1) @ self.columns)
+        gradient = gradient.to(self.rows.dtype)
         if self.columns.shape[0] == 1:
             return torch.dot(self.rows, gradient.reshape(-1))
         return torch.dot(self.rows, gradient.reshape(self.rows.shape[0], -1) @ self.columns)
@@ -76,6 +81,10 @@ class Form(Protocol):
         """The gradients themselves, shape (B, parameter.numel())."""
         ...
 
+    def double(self) -> Form:
+        """The same in float64, whose squares hold whatever float32 holds."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Summed:
@@ -101,6 +110,10 @@ class Summed:
     def dense(self) -> Tensor:
         """As `Form.dense`."""
         return self.values.squeeze(1) if self.values.shape[1] == 1 else self.values.sum(1)
+
+    def double(self) -> Summed:
+        """As `Form.double`."""
+        return Summed(self.values.double())
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +147,10 @@ class Factored:
     def dense(self) -> Tensor:
         """As `Form.dense`."""
         return torch.cat([(rows.mT @ columns).flatten(1) for rows, columns in self._parts(True)])
+
+    def double(self) -> Factored:
+        """As `Form.double`."""
+        return Factored(self.rows.double(), lambda part: self.columns(part).double(), self.num_columns)
 
     def sum_and_measure(self, probe: Probe) -> tuple[Tensor, Measured]:
         """The weight's gradient, shape (G O, I), as the sum of the examples' own, and what `measure` gives."""
@@ -190,6 +207,10 @@ class Scattered:
         index = self.ids.unsqueeze(-1).expand_as(self.columns)
         return sums.scatter_add_(1, index, self.columns).flatten(1)
 
+    def double(self) -> Scattered:
+        """As `Form.double`."""
+        return Scattered(self.ids, self.columns.double(), self.num_rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -205,6 +226,10 @@ class Known:
     def dense(self) -> Tensor:
         """As `Form.dense`."""
         return self.form.dense()
+
+    def double(self) -> Known:
+        """As it is: whoever measured it did so in the precision that was asked for."""
+        return self
 
 
 def prefer_direct(num_positions: int, num_rows: int, num_columns: int) -> bool:
@@ -315,16 +340,6 @@ def row_dots(left: Tensor, right: Tensor | None = None) -> Tensor:
         return (left * right).sum(1)
     pairs = zip(left.split(CHUNK, 1), right.split(CHUNK, 1), strict=True)
     return sum_of([(a * b).sum(1) for a, b in pairs])
-
-
-def sq_norm(tensor: Tensor) -> Tensor:
-    """Squared norm over all dims, 0-dim."""
-    flat = tensor.reshape(-1)
-    return (
-        torch.dot(flat, flat)
-        if flat.shape[0] <= CHUNK
-        else sum_of([torch.dot(chunk, chunk) for chunk in flat.split(CHUNK)])
-    )
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ leaves a `Call`, and hooks on its output bring the gradient to the backward that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import partial
+from threading import local
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.utils import _pytree as pytree
 
 from largebatch.errors import ConfigError
+from largebatch.noise.collect.backwards import backward_id
 from largebatch.noise.per_example import fallback
 from largebatch.noise.per_example.calls import (
     KEPT,
@@ -29,6 +30,7 @@ from largebatch.noise.per_example.calls import (
     reduce_examples,
 )
 from largebatch.noise.per_example.forms import Summed
+from largebatch.noise.per_example.hooks import Clock
 from largebatch.noise.per_example.rules import DERIVABLE, couples, fast_pays, num_dims, rule_for
 
 BROADCASTS = {"AddBackward0", "ExpandBackward0"}
@@ -40,11 +42,24 @@ UseOf = Callable[[Call], Use | None]
 Derive = Callable[[Call, Tensor, Tensor], Sequence[Tensor]]
 
 
+class _Thread(local):
+    """What is under way in one thread."""
+
+    replaying = False
+
+
 class CallWatcher:
     """Keeps what layers are called with, and hands each gradient of an output to its `Use`."""
 
     def __init__(
-        self, model: nn.Module, index: Mapping[int, int], *, layers: Set[str], use_of: UseOf, derive: Derive | None
+        self,
+        model: nn.Module,
+        index: Mapping[int, int],
+        *,
+        layers: Set[str],
+        use_of: UseOf,
+        derive: Derive | None,
+        clock: Clock,
     ) -> None:
         """Hook into the modules.
 
@@ -54,33 +69,70 @@ class CallWatcher:
             layers: names of the modules that are listened to.
             use_of: what the running backward has of a call; None if it keeps nothing.
             derive: (call, input, gradient of the output) -> gradients of its parameters, for the fast mode.
+            clock: what hooks are timed by.
         """
-        self.enabled = True
-        self._index, self._use_of, self._derive = index, use_of, derive
+        self._enabled = False
+        self._index, self._use_of, self._derive, self._clock = index, use_of, derive, clock
         self._anchor = torch.zeros((), requires_grad=True)
         self._scope: Scope | None = None
-        self.replaying = False
-        """Whether a layer is being run again by torch.func: such calls are none."""
+        self._thread = _Thread()
         self._frozen: tuple[nn.Module, dict[str, Tensor]] | None = None
         self._thawed: tuple[nn.Module, dict[str, Tensor]] | None = None
         self._handles: list[Any] = []
-        named = list(model.named_modules())
-        for name, module in named:
-            add = self._handles.append
-            add(module.register_forward_pre_hook(self._on_enter, with_kwargs=True))
-            if derive is not None and name in layers and isinstance(module, DERIVABLE):
-                add(module.register_forward_pre_hook(self._freeze))
-                add(module.register_forward_hook(self._thaw, always_call=True))
-            if isinstance(module, _BatchNorm) or (name in layers and self._own(module)):
-                add(module.register_forward_hook(partial(self._on_call, name, name in layers), with_kwargs=True))
-            add(module.register_forward_hook(self._on_leave, always_call=True))
+        self._places = [
+            (
+                name,
+                module,
+                name in layers,
+                derive is not None and name in layers and isinstance(module, DERIVABLE),
+                isinstance(module, _BatchNorm) or (name in layers and bool(self._own(module))),
+            )
+            for name, module in model.named_modules()
+        ]
+        """Each module: its name, whether it is listened to, may be derived, and keeps its calls."""
+        self.enabled = True
 
-    def close(self) -> None:
-        """Remove every hook."""
+    @property
+    def enabled(self) -> bool:
+        """Whether calls are watched; while not, the modules have no hooks."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        if enabled == self._enabled:
+            return
+        self._enabled = enabled
+        if enabled:
+            self._attach()
+            return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.enabled = False
+        if self._frozen is not None:
+            self._thaw(self._frozen[0], None, None)
+        self._scope = self._thawed = None
+
+    def _attach(self) -> None:
+        """Hook into the modules: after others on the way in, before others on the way out, whoever came first."""
+        weakly, add = self._clock.weakly, self._handles.append
+        for name, module, listening, derived, kept in self._places:
+            add(module.register_forward_pre_hook(weakly(self._on_enter), with_kwargs=True))
+            add(module.register_forward_hook(weakly(self._on_leave), prepend=True, always_call=True))
+            if kept:
+                on_call = weakly(self._on_call, name, listening)
+                add(module.register_forward_hook(on_call, prepend=True, with_kwargs=True))
+            if derived:
+                add(module.register_forward_pre_hook(weakly(self._freeze)))
+                add(module.register_forward_hook(weakly(self._thaw), prepend=True, always_call=True))
+
+    @property
+    def replaying(self) -> bool:
+        """Whether this thread runs a layer again by torch.func: such calls are none."""
+        return self._thread.replaying
+
+    @replaying.setter
+    def replaying(self, replaying: bool) -> None:
+        self._thread.replaying = replaying
 
     def _own(self, module: nn.Module) -> dict[int, str]:
         """Index of each parameter that is measured by this module's calls -> its name in the module."""
@@ -148,7 +200,7 @@ class CallWatcher:
         if not names:
             return None
         call = Call(module=module, name=name, scope=scope, rule=rule_for(module), names=names, open=set(names))
-        again = torch._C._current_graph_task_id() >= 0  # pyright: ignore[reportPrivateUsage]
+        again = backward_id() >= 0
         if again:
             call.refusal = (
                 f"{name!r} ran inside a backward, as activation checkpointing does with use_reentrant=True. Use "
@@ -161,14 +213,14 @@ class CallWatcher:
         call.refusal = call.refusal or self._misshapen(call, x)
         if thawed is not None:
             assert self._derive is not None and thawed[1].keys() == set(names.values()), name
-            return Deliver.apply(output, x, partial(self._derive, call), *thawed[1].values())
+            return Deliver.apply(output, x, self._clock.timed(self._derive, call), *thawed[1].values())
         if "weight" in names.values():
             call.kept = keep(self._anchor, [x])
         # A Linear over several leading dims gives a view of its result; written into, its hooks move to that.
         whole = output._base if output._is_view() else None
         if output.requires_grad:
             target = whole if whole is not None and whole.numel() == output.numel() else output
-            target.register_hook(partial(self._on_output, call, 0, output.shape))
+            target.register_hook(self._clock.weakly(self._on_output, call, 0, output.shape))
             shareable = isinstance(module, nn.Embedding) and not again
             if shareable and (call.refusal is not None or x.dim() == 1 < scope.num_dims):
                 call.shape, call.node = output.shape, output.grad_fn
@@ -201,7 +253,7 @@ class CallWatcher:
         call.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         for position, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(partial(self._on_output, call, position, leaf.shape))
+                leaf.register_hook(self._clock.weakly(self._on_output, call, position, leaf.shape))
         whole = isinstance(module, nn.MultiheadAttention) or next(module.children(), None) is None
         if not whole and not again:
             scope.candidates.append(call)
@@ -252,7 +304,7 @@ class CallWatcher:
 
     def _listen(self, call: Call, name: str, shape: torch.Size, takers: list[Any]) -> None:
         for taker in takers:
-            taker.register_prehook(partial(self._on_shared, call, name, shape))
+            taker.register_prehook(self._clock.weakly(self._on_shared, call, name, shape))
 
     def _on_shared(self, call: Call, name: str, shape: torch.Size, grads: tuple[Tensor | None, ...]) -> None:
         """The gradient, example by example, of a tensor of `shape` that all of them got."""
