@@ -204,7 +204,7 @@ def test_each_group_is_what_a_monitor_of_it_alone_would_say():
         for part in parts_of(0):
             (loss_of(model, part) / 3).backward()
         monitor.step()
-        assert set(monitor.group_noise_scales) == {"weights", "biases", "rest"}
+        assert set(monitor.group_noise_scales) == {"weights", "biases"}
     for name in ("weight", "bias"):
         alone = Net()
         for parameter, p in alone.named_parameters():

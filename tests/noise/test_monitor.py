@@ -302,6 +302,20 @@ def test_no_step_yet_is_not_an_estimate():
         ({"loss_scaling": "mean"}, "'step_mean', 'local_mean', 'microbatch_mean', 'sum'"),
         ({"unit": "pages"}, "pages"),
         ({"half_life": -1}, "not negative"),
+        ({"half_life": "5"}, "half_life is a number"),
+        ({"half_life": True}, "half_life is a number"),
+        ({"microbatch": None}, "or use per_example=True"),
+        ({"microbatch": 10**400}, "microbatch"),
+        ({"every": "always"}, "every is 'auto' or"),
+        ({"on_measured": [None]}, "on_measured is a function"),
+        ({"on_measured": "abc"}, "on_measured is a function"),
+        ({"groups": {"a": 5}}, "all text"),
+        ({"groups": {1: "*"}}, "all text"),
+        ({"grad_scaler": object()}, "GradScaler"),
+        ({"precondition_by": "adam"}, "precondition_by is an optimizer"),
+        ({"per_example": torch.tensor([1, 2])}, "per_example is False"),
+        ({"per_example": True}, "leave microbatch=1 out"),
+        ({"per_example": True, "microbatch": None, "unit": "tokens"}, "unit='sequences'"),
     ],
 )
 def test_unusable_options_are_named(options, message):
@@ -399,3 +413,12 @@ def test_gradients_that_were_not_zeroed_are_refused():
         for start in (0, 8):
             backward(start)
         assert monitor.step() is not None
+
+
+def test_a_single_function_is_a_sink_too():
+    found = []
+    model, backward = _small()
+    with monitored(model, microbatch=8, on_measured=found.append) as monitor:
+        for start in (0, 8):
+            backward(start)
+        assert found == [] and monitor.step() == found[0].moments

@@ -35,7 +35,7 @@ class Cadence:
     measuring costs a fifth of a step or less, at least one step in 20 is measured at an `overhead` of 0.01.
 
     >>> cadence = Cadence(overhead=0.01)
-    >>> for _ in range(9):
+    >>> for _ in range(10):
     ...     cadence.note(step_seconds=1.02, cost_seconds=0.02)
     >>> cadence.every()
     2

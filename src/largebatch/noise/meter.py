@@ -82,8 +82,6 @@ class StepMeter:
         )
         self._per_example: Any = None
         if per_example:
-            if precondition_by is not None:
-                raise ConfigError("per_example does not know an optimizer's metric: leave precondition_by out.")
             from largebatch.noise.per_example.collector import PerExampleCollector
 
             self._per_example = PerExampleCollector(

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,7 +30,8 @@ from largebatch.noise.estimate import NoiseScale
 from largebatch.noise.ledger import Ledger, MeasuredStep
 from largebatch.noise.meter import StepMeter
 from largebatch.noise.moments import StepMoments
-from largebatch.noise.partition import Groups, Partition
+from largebatch.noise.options import as_sinks, check_options
+from largebatch.noise.partition import REST, Groups, Partition
 from largebatch.units import Duration, check_unit
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class NoiseScaleMonitor:
         half_life: float | Duration | None = None,
         grad_scaler: Any = None,
         precondition_by: torch.optim.Optimizer | None = None,
-        on_measured: Sequence[Callable[[MeasuredStep], None]] = (),
+        on_measured: Callable[[MeasuredStep], None] | Sequence[Callable[[MeasuredStep], None]] = (),
     ) -> None:
         """Hook into the parameters of `model` that require a gradient.
 
@@ -102,7 +103,7 @@ class NoiseScaleMonitor:
                 or units (a Duration in `unit`) of measured steps after which a step's weight has halved.
             grad_scaler: the torch.amp.GradScaler in use; its scale is divided out, unscaled already or not.
             precondition_by: an Adam-like optimizer; moments also in its metric P = 1 / (sqrt(v) + eps).
-            on_measured: called with each MeasuredStep, in order, on rank 0 only.
+            on_measured: one function or several, called with each MeasuredStep, in order, on rank 0 only.
 
         Raises:
             ConfigError: a value out of range, nothing to train, or a model that is spread in a way that is not
@@ -110,32 +111,18 @@ class NoiseScaleMonitor:
         """
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model is a torch.nn.Module; got {type(model).__name__}.")
-        if loss_scaling not in get_args(LossScaling):
-            options = ", ".join(map(repr, get_args(LossScaling)))
-            raise ConfigError(f"loss_scaling {loss_scaling!r} is not known. Use one of: {options}.")
-        if per_example not in (False, True, "fast"):
-            raise ConfigError(f"per_example is False, True or 'fast'; got {per_example!r}.")
-        if per_example and unit == "tokens":
-            raise ConfigError(
-                "the tokens of a sequence are not independent, so per_example counts rows: use unit='sequences' (times "
-                "the tokens in a sequence it is a noise scale in tokens)."
-            )
-        if per_example and microbatch is not None:
-            raise ConfigError(f"per_example counts the examples itself: leave microbatch={microbatch!r} out.")
-        counts = {"microbatch": microbatch, "every": 1 if every == "auto" else every, "dataset_size": dataset_size}
-        for name, value in counts.items():
-            optional = (name == "dataset_size" or per_example) and value is None
-            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} is a whole number of at least 1; got {value!r}.")
-        if isinstance(overhead, bool) or not isinstance(overhead, float | int) or not 0 < overhead < 1:
-            raise ConfigError(f"overhead is a share between 0 and 1; got {overhead!r}.")
+        check_options(
+            microbatch=microbatch, per_example=per_example, loss_scaling=loss_scaling, unit=unit, every=every,
+            overhead=overhead, dataset_size=dataset_size, half_life=half_life, grad_scaler=grad_scaler,
+            precondition_by=precondition_by,
+        )  # fmt: skip
         self.unit = check_unit(unit)
         self.num_steps = 0
         """Calls of `step`, measured or not."""
         self.num_skipped = 0
         """Steps that were to be measured but had a gradient that is not finite, or were given up."""
         self._microbatch = microbatch
-        self._dataset_size, self._on_measured = dataset_size, tuple(on_measured)
+        self._dataset_size, self._on_measured = dataset_size, as_sinks(on_measured)
         self._cadence = Cadence(overhead=overhead) if every == "auto" else None
         self._every = self._voted = 1 if every == "auto" else every
         self._next, self._wide, self._closed = 0, False, False
@@ -158,9 +145,10 @@ class NoiseScaleMonitor:
 
     @property
     def group_noise_scales(self) -> dict[str, NoiseScale]:
-        """`noise_scale` of each group of parameters."""
+        """`noise_scale` of each group of parameters; `REST` only where no pattern fits some of them."""
         self._settle()
-        return {name: running.estimate() for name, running in self._ledger.groups.items()}
+        found = {name: running.estimate() for name, running in self._ledger.groups.items()}
+        return {name: estimate for name, estimate in found.items() if name != REST or not self._partition.is_whole}
 
     @property
     def preconditioned_noise_scale(self) -> NoiseScale:

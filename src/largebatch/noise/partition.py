@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from largebatch.errors import ConfigError
 
@@ -32,9 +32,7 @@ class Partition:
             children = dict.fromkeys(name.split(".")[0] for name in parameters)
             self._patterns = {child: (child, f"{child}.*") for child in children}
         elif groups:
-            self._patterns = {
-                name: (pattern,) if isinstance(pattern, str) else tuple(pattern) for name, pattern in groups.items()
-            }
+            self._patterns = {name: _patterns_of(name, given) for name, given in groups.items()}
         names = list(self._patterns)
         for name, patterns in self._patterns.items():
             if not any(fnmatchcase(parameter, pattern) for parameter in parameters for pattern in patterns):
@@ -44,6 +42,8 @@ class Partition:
         # Parameters may join later, so there is always a place for what fits nowhere.
         self.names: tuple[str, ...] = (*(name for name in names if name != REST), REST)
         """The groups in the order of their rows; the last is `REST`."""
+        self.is_whole = bool(names) and not any(self.row_of(name) == len(self.names) - 1 for name in parameters)
+        """Whether the patterns fit all parameters, so that `REST` is empty."""
 
     def row_of(self, parameter: str) -> int:
         """The row of a parameter's group."""
@@ -51,3 +51,10 @@ class Partition:
             if any(fnmatchcase(parameter, pattern) for pattern in self._patterns.get(name, ())):
                 return row
         return len(self.names) - 1
+
+
+def _patterns_of(name: Any, given: Any) -> tuple[str, ...]:
+    patterns = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not all(isinstance(text, str) for text in (name, *patterns)):
+        raise ConfigError(f"groups maps a name to a pattern or patterns, all text; got {name!r} -> {given!r}.")
+    return patterns
