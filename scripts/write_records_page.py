@@ -59,7 +59,8 @@ What `MomentsLog` writes beside a training loop of your own, by custom `moments.
 |---|---|---|
 """
 LOG_LINES = """
-Each other line is one measured step. A training that goes on from a checkpoint drops the lines from its first step on.
+Each other line is one measured step. A training that goes on from a checkpoint drops the lines from its first step on;
+one that starts over moves the old file aside.
 
 | key | type | meaning |
 |---|---|---|

@@ -31,7 +31,7 @@ def test_every_number_on_the_page_is_one_of_the_log(said):
     values = {float(value) for value, _ in page.data}
     for interval in (last.b_simple, said.total.b_simple, *(group.b_simple for group in said.groups.values())):
         assert {interval.value, interval.low, interval.high} <= values
-    assert {float(said.num_steps), float(said.last_batch)} <= values
+    assert {float(said.num_steps), float(said.typical_batch)} <= values
     for value, text in page.data:
         shown = float(text.replace(",", "").replace("\u2212", "-").rstrip("% ").strip())
         exact = float(value) * (100 if "%" in text else 1)

@@ -64,7 +64,7 @@ def history(table: MomentsTable) -> MomentsHistory:
         num_steps=len(step),
         first_step=int(step[0]),
         last_step=int(step[-1]),
-        last_batch=batch,
+        typical_batch=batch,
         total=_noise_history(trace, grad, step, size, unit),
         groups={
             name: _noise_history(columns.trace_cov, columns.grad_sq_norm, step, size, unit, total_trace)

@@ -102,9 +102,20 @@ class StepMeter:
             self._per_example.enabled = enabled
 
     @property
+    def wide(self) -> bool:
+        """Whether squares are taken in float64."""
+        return self.collector.wide
+
+    @wide.setter
+    def wide(self, wide: bool) -> None:
+        self.collector.wide = wide
+        if self._per_example is not None:
+            self._per_example.wide = wide
+
+    @property
     def seconds(self) -> float:
         """Host time spent in hooks since the last step."""
-        return self.collector.seconds + (getattr(self._per_example, "seconds", 0.0))
+        return self.collector.seconds + (0.0 if self._per_example is None else self._per_example.seconds)
 
     def microbatch(self, units: int) -> AbstractContextManager[None]:
         """All backwards inside are one microbatch."""

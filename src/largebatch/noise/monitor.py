@@ -322,7 +322,7 @@ class NoiseScaleMonitor:
         self._enable()
 
     def _enable(self) -> None:
-        self._meter.enabled, self._meter.collector.wide = self.num_steps + 1 >= self._next, self._wide
+        self._meter.enabled, self._meter.wide = self.num_steps + 1 >= self._next, self._wide
 
     def close(self) -> None:
         """Remove the hooks; the noise scale measured so far stays readable."""

@@ -49,8 +49,8 @@ class MomentsHistory:
     """Number of the first one."""
     last_step: int
     """Number of the last one."""
-    last_batch: int
-    """Units in the last one."""
+    typical_batch: int
+    """Median units in the last measured steps."""
     total: NoiseHistory
     """Of all parameters."""
     groups: dict[str, NoiseHistory]

@@ -117,7 +117,7 @@ def groups_figure(history: MomentsHistory) -> Figure:
         caption=(Part(caption),),
         alt="Chart of the gradient noise scale of each group of parameters against the optimizer step.",
         x=_steps(history),
-        y=log_axis(f"Noise scale B_simple ({unit})", [*values, float(history.last_batch)], pad=1.4),
+        y=log_axis(f"Noise scale B_simple ({unit})", [*values, float(history.typical_batch)], pad=1.4),
         traces=tuple(_group(name, group, *look) for (name, group), look in zip(chosen, LOOKS, strict=False)),
     )
 

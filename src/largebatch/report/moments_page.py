@@ -62,7 +62,7 @@ def _key_numbers(history: MomentsHistory) -> tuple[KeyNumber, ...]:
             unit=unit, note=f"{history.num_steps:,} measured steps",
         ),
         KeyNumber(
-            label="Typical batch", said=Said((counted(history.last_batch),)), unit=unit,
+            label="Typical batch", said=Said((counted(history.typical_batch),)), unit=unit,
             note=f"median of the last 31 measured steps; the advice rests on steps {first:,} to {final:,}",
         ),
         KeyNumber(
