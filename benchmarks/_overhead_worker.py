@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import resource
 import sys
@@ -27,6 +28,7 @@ from _models import WORKS, Work
 
 sys.path.insert(0, str(ROOT / "src"))
 
+from largebatch.noise.cadence import MARGIN
 from largebatch.noise.monitor import NoiseScaleMonitor
 
 ACCUMULATION = 4
@@ -140,14 +142,16 @@ PEERS = {"fairscale": fairscale, "adaptdl": adaptdl, "gns-pytorch": gns_pytorch,
 
 
 def compare(name: str, pairs: int, *, warmup: int = 3, skip: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Ratios of step time on one work: measured steps, unmeasured ones, peers; and the share that "auto" sees."""
+    """Ratios of step time on one work: measured steps, unmeasured ones, peers; and the cadence of "auto"."""
     plain = Loop(name)
     monitored, monitor = ours(name, "auto")
     found: dict[str, Any] = {
         "every step": paired_ratio(monitored, plain, pairs=pairs, warmup=warmup),
         "unmeasured": paired_ratio(unmeasured(name), plain, pairs=pairs, warmup=1),
-        "share": monitor._cadence.share() if monitor._cadence else None,
     }
+    for _ in range(12):  # in a row: between turns with another loop its time would count as this one's
+        monitored()
+    found["cadence"] = math.ceil(monitor._cadence.share() * MARGIN / 0.01) if monitor._cadence else None
     for peer, make in PEERS.items():
         if (peer == "k-diffusion") != dist.is_initialized() and peer in ("k-diffusion", "gns-pytorch"):
             continue

@@ -8,7 +8,6 @@ At the default cadence one step in N costs what a measured step costs and the ot
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import tempfile
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 from _harness import arguments, claim, peers_python
 from _models import WORKS
 
-OVERHEAD = 0.01
 PAIRS = {"small CNN": (8, 300), "ResNet-18": (1, 40), "GPT": (1, 100)}
 WORKER = str(Path(__file__).with_name("_overhead_worker.py"))
 
@@ -33,8 +31,7 @@ def main() -> None:
         names = [name for name in WORKS if not (options.quick and workers == 2 and name == "ResNet-18")]
         for name, found in compare(names, workers, quick=options.quick).items():
             where = f"{name}, {'alone' if workers == 1 else 'DDP x2'}"
-            share, measured, unmeasured = found.pop("share"), found.pop("every step"), found.pop("unmeasured")
-            every = max(1, math.ceil(share / OVERHEAD))
+            every, measured, unmeasured = found.pop("cadence"), found.pop("every step"), found.pop("unmeasured")
             default = unmeasured[0] + (measured[0] - unmeasured[0]) / every if every > 1 else measured[0]
             value[where] = {
                 "every_step": rounded(measured), "unmeasured": rounded(unmeasured),

@@ -47,11 +47,11 @@ def test_measuring_stays_within_its_share_in_the_long_run(share, overhead):
     measured, spent = run(Cadence(overhead=overhead), 30_000, times.__getitem__)
     start = WARMUP * 2 * cost / 30_000
     assert spent <= overhead * 1.05 + start
-    assert len(measured) >= 30_000 / (cost / overhead * 1.3 + 1)  # and is not shy of using it
+    assert len(measured) >= 30_000 / (cost / overhead * 1.4 + 1)  # and is not shy of using it
 
 
-def test_a_step_in_twenty_is_measured_where_measuring_costs_a_fifth_of_it():
-    measured, _ = run(Cadence(overhead=0.01), 1000, lambda _: 0.2)
+def test_a_step_in_twenty_is_measured_where_measuring_costs_a_seventh_of_it():
+    measured, _ = run(Cadence(overhead=0.01), 1000, lambda _: 1 / 7)
     assert max(b - a for a, b in pairwise(measured)) <= SELDOM
 
 
@@ -70,7 +70,7 @@ def test_dearer_measuring_is_never_done_more_often():
 @pytest.mark.parametrize("num_spikes", [1, MEMORY // 2])
 def test_a_spike_does_not_freeze_the_cadence(num_spikes):
     cadence = Cadence(overhead=0.01)
-    usual = 5
+    usual = 6
     for _ in range(WARMUP):
         cadence.note(step_seconds=1.045, cost_seconds=0.045)
     assert cadence.every() == usual
@@ -86,7 +86,7 @@ def test_a_slow_machine_changes_nothing():
     rng = random.Random(0)
     pauses = [5.0 if rng.random() < 0.2 else 0.0 for _ in range(3000)]
     measured, _ = run(Cadence(overhead=0.01), 3000, lambda _: 0.02, lambda n: 1.0 + pauses[n])
-    assert 1000 <= len(measured) <= 2200  # 1500 without pauses
+    assert 700 <= len(measured) <= 1500  # 1000 without pauses
 
 
 def test_nothing_is_decided_before_the_warmup_ends():
