@@ -50,12 +50,12 @@ def run(delta: Tensor, sigma: float, lengths: list[int], seed: int) -> list[dict
     with torch.no_grad():
         model.weight.copy_(delta)
         copy.weight.copy_(delta)
-    monitor = NoiseScaleMonitor(model, microbatch=MICROBATCH, every=1)
     scaled = AdaScale(torch.optim.SGD(model.parameters(), lr=0.0), num_gradients_to_accumulate=ACCUMULATION)
     adp = Adp()
     pollux = adaptdl.GradientNoiseScale(
         adp, torch.optim.SGD(model.parameters(), lr=0.0), num_replicas=1, accum_scale=1.0
     )
+    monitor = NoiseScaleMonitor(model, microbatch=MICROBATCH, every=1)  # after the peers' hooks
     ema = gradient_noise_scale_of_k_diffusion().GradientNoiseScale()
     ratios: list[float] = []
     found: list[dict[str, Any]] = []
