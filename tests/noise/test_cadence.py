@@ -124,9 +124,7 @@ def at_own_speed(rank, steps):
 def test_workers_of_different_speed_measure_the_same_steps():
     (first, *others) = on_workers(2, partial(at_own_speed), 60)
     assert others == [first]
-    measured, every = first
-    assert measured[:3] == [0, 1, 2]
-    assert every >= 1
+    assert first[0][:3] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("every", [4, SELDOM])

@@ -249,3 +249,24 @@ def test_gradients_of_exactly_0_are_0():
     meter = PerExampleCollector(model)
     (model(torch.randn(5, 3)).sum() * 0).backward()
     assert meter.take()[0].tolist() == [[0.0] * 5]
+
+
+@pytest.mark.parametrize("then", ["forward", "close"])
+def test_ctrl_c_inside_a_layer_leaves_no_weight_frozen(then):
+    layer = nn.Conv1d(3, 3, 2)
+    model = nn.Sequential(layer, nn.Flatten())
+    collector = PerExampleCollector(model, fast=True)
+
+    def interrupt(*_):
+        assert not layer.weight.requires_grad  # the layer is at work
+        raise KeyboardInterrupt
+
+    handle = layer.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(4, 3, 200))
+    handle.remove()
+    if then == "forward":
+        layer(torch.randn(4, 3, 200)).sum().backward()
+    else:
+        collector.close()
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -150,6 +150,8 @@ class CallWatcher:
 
     def _on_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The outermost call says what an example is."""
+        if self._frozen is not None:  # Ctrl-C inside a layer: no hook is called after that
+            self._thaw(self._frozen[0], None, None)
         if self._scope is not None:
             self._scope.depth += self._scope.owner is module and not self.replaying
         elif self._watching():
