@@ -254,7 +254,7 @@ def test_gradients_of_exactly_0_are_0():
 @pytest.mark.parametrize("then", ["forward", "close"])
 def test_ctrl_c_inside_a_layer_leaves_no_weight_frozen(then):
     layer = nn.Conv1d(3, 3, 2)
-    model = nn.Sequential(layer, nn.Flatten())
+    model = nn.Sequential(nn.Conv1d(3, 3, 2), layer, nn.Flatten())
     collector = PerExampleCollector(model, fast=True)
 
     def interrupt(*_):
@@ -266,7 +266,7 @@ def test_ctrl_c_inside_a_layer_leaves_no_weight_frozen(then):
         model(torch.randn(4, 3, 200))
     handle.remove()
     if then == "forward":
-        layer(torch.randn(4, 3, 200)).sum().backward()
+        model[0](torch.randn(4, 3, 200)).sum().backward()
     else:
         collector.close()
     assert all(parameter.requires_grad for parameter in model.parameters())
