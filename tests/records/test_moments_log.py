@@ -302,3 +302,15 @@ def test_a_group_that_comes_later_has_no_number_before(tmp_path):
 def test_bad_settings_are_refused_at_once(tmp_path, bad):
     with pytest.raises(ConfigError):
         MomentsLog(tmp_path / "m.jsonl", **{"unit": "examples"} | bad)
+
+
+def test_a_broken_line_in_the_middle_costs_no_line_after_it(tmp_path):
+    """Going on from there would cut off all that follows, which is whole."""
+    path = tmp_path / "moments.jsonl"
+    write(path, range(1, 31))
+    content = path.read_bytes().splitlines(keepends=True)
+    content[5] = b'{"step": 5, "trace\n'
+    path.write_bytes(b"".join(content))
+    with pytest.raises(RecordError, match=r"line 6 is not JSON, and 25 line\(s\) follow it"):
+        write(path, [31])
+    assert path.read_bytes() == b"".join(content)

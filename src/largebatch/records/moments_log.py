@@ -155,7 +155,16 @@ class MomentsLog:
                 raise RecordError(
                     f"{self.path} counts {header.unit}, this training {self.header.unit}. Log to another file."
                 )
-            steps = [line.get("step", math.inf) for line in read_lines(self.path)[1:]]
+            lines = read_lines(self.path)
+            with self.path.open("rb") as file:
+                num_ended = sum(line.endswith(b"\n") for line in file)
+            if num_ended > len(lines):  # a last line without an end is what a kill leaves; this is not
+                after = num_ended - len(lines) - 1
+                raise RecordError(
+                    f"{self.path}: line {len(lines) + 1} is not JSON, and {after} line(s) follow it. "
+                    "Mend it, or log to another file."
+                )
+            steps = [line.get("step", math.inf) for line in lines[1:]]
             dropped = sum(step >= first_step for step in steps)
             keep = 1 + len(steps) - dropped if steps else 0
             if steps and dropped == len(steps):  # another training, of which nothing is gone on with
@@ -165,10 +174,10 @@ class MomentsLog:
             logger.warning(
                 "%s: training goes on at step %d, so %d later line(s) are dropped.", self.path, first_step, dropped
             )
-        lines = JsonLines(self.path, keep=keep)
+        log = JsonLines(self.path, keep=keep)
         if keep == 0:
-            lines.append(asdict(self.header))
-        return lines
+            log.append(asdict(self.header))
+        return log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
