@@ -10,7 +10,7 @@ from largebatch.errors import ConfigError
 from largebatch.groups import share_out
 from largebatch.noise.collect import collector as collect_module
 from largebatch.noise.collect.collector import GradientCollector
-from largebatch.noise.collect.norms import sq_norm_dots
+from largebatch.noise.collect.norms import SMALL, sq_norm_dots
 from largebatch.noise.monitor import NoiseScaleMonitor
 from oracles import noise_moments as oracle
 
@@ -123,10 +123,11 @@ def test_nothing_but_scalars_is_kept():
     with collector.microbatch(1):
         model(torch.randn(4, 8)).sum().backward()
     kept = [dot for microbatch in collector._microbatches for _, dots in microbatch.parts for dot in dots]
-    assert len(kept) == 8
+    assert len(kept) == 1 + 4  # small gradients outside a context are read together
     assert all(dot.untyped_storage().nbytes() <= 8 for dot in kept)
     assert not any(microbatch.sums for microbatch in collector._microbatches)
-    assert not collector._pending
+    assert not collector._under_way
+    assert not collector._arrivals.seen
 
 
 def test_setting_gradients_to_none_starts_the_step_again():
@@ -288,12 +289,14 @@ def test_a_step_without_hooks_leaves_the_parameters_as_they_were():
     def num_hooks():
         return sum(len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
 
-    assert num_hooks() == 8
+    assert num_hooks() == 4
     for _ in range(2):
         collector.enabled = False
         assert num_hooks() == 0
         collector.enabled = True
-        assert num_hooks() == 8
+        assert num_hooks() == 4
+        model(torch.ones(1, 4)).sum().backward()
+        assert num_hooks() == 4 + 1  # the first gradient's tells a backward from a probe
     collector.close()
     collector.enabled = False
     collector.enabled = True
@@ -313,20 +316,42 @@ def test_the_sum_is_right_however_many_microbatches_a_step_has(counts):
         assert take(collector).sq_norm_step == v.grad.square().sum().item() + w.grad.square().sum().item()
 
 
-def test_the_sum_is_read_while_it_is_in_the_cache_and_no_gradient_twice(monkeypatch):
-    w = parameter(1.0, 1.0)
+def test_no_large_gradient_is_read_twice(monkeypatch):
+    w = nn.Parameter(torch.ones(SMALL + 1))
     collector = collect(w)
+
+    def take_step():
+        for k in range(2):
+            (w * (1.0 + k)).sum().backward()
+
+    take_step()
+    take(collector)
     reads = []
     plain = sq_norm_dots
-    monkeypatch.setattr(collect_module, "sq_norm_dots", lambda *a, **k: reads.append(a[0].tolist()) or plain(*a, **k))
-    for step in range(2):
-        w.grad = None
-        reads.clear()
-        for k in range(2):
-            (w @ torch.tensor([1.0, 2.0 + k])).backward()
-        assert len(reads) == (2 if step == 0 else 3)  # the sum: after the step at first, then in its last backward
-        take(collector)
-        assert reads == [[1.0, 2.0], [1.0, 3.0], [2.0, 5.0]]
+    monkeypatch.setattr(collect_module, "sq_norm_dots", lambda *a, **k: reads.append(a[0][0].item()) or plain(*a, **k))
+    w.grad = None
+    take_step()
+    take(collector)
+    assert reads == [1.0, 2.0, 3.0]
+
+
+def test_small_gradients_read_together_are_those_read_one_by_one_and_not_moved(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    inputs = torch.randn(4, 8)
+    kept = []
+    collector = GradientCollector(model, default_units=1)
+    plain = collect_module.sq_norm_dots_of
+    monkeypatch.setattr(collect_module, "sq_norm_dots_of", lambda grads: kept.append([*grads]) or plain(grads))
+    model(inputs).square().sum().backward()
+    (grads,) = kept
+    assert len(grads) == 6
+    held = {parameter.grad.data_ptr() for parameter in model.parameters()}
+    assert not held & {grad.data_ptr() for grad in grads}  # a kept gradient that a parameter shares could be written to
+    model(inputs).sin().sum().backward()
+    expected = torch.autograd.grad(model(inputs).sin().sum(), list(model.parameters()))
+    collected = take(collector)
+    assert collected.sq_norms[1] == pytest.approx(sum(g.double().square().sum().item() for g in expected), rel=1e-6)
 
 
 @pytest.mark.parametrize("every", [1, 3])

@@ -226,7 +226,7 @@ class _Sums:
         if self.num_steps:
             step = moments - self.last
             self.sum_w2_differences = decay**2 * self.sum_w2_differences + 1.0
-            self.differences = decay**2 * self.differences + np.outer(step, step) / 2
+            self.differences = decay**2 * self.differences + step[:, None] * step / 2
         self.num_steps += 1
         self.last, self.decay = moments, decay
 

@@ -104,6 +104,8 @@ def add_moments(parts: Sequence[StepMoments]) -> StepMoments:
     >>> add_moments([half, half]).trace_cov
     4.0
     """
+    if len(parts) == 1:
+        return parts[0]
     return replace(
         parts[0],
         trace_cov=sum(part.trace_cov for part in parts),

@@ -5,20 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch.autograd.variable import Variable
 
 from largebatch.errors import ConfigError
 
+backward_id: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportPrivateUsage]
+"""The graph task that runs now: one per backward, never used twice; -1 outside any.
 
-def backward_id() -> int:
-    """The graph task that runs now: one per backward, never used twice.
-
-    The number is what `torch.autograd.graph` itself tells backwards apart by; it has no public name.
-    """
-    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+The number is what `torch.autograd.graph` itself tells backwards apart by; it has no public name.
+"""
 
 
 def is_nested() -> bool:
@@ -37,18 +35,30 @@ def at_end(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)  # pyright: ignore
 
 
-def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """`method` with its first arguments, for a hook that does not keep the method's object alive.
+def weakly(method: Any, *args: Any) -> Callable[..., None]:
+    """A bound method with its first arguments, for a hook that does not keep the method's object alive.
 
     The garbage collector does not see through hooks after accumulation: one that held a collector, which holds the
     parameters, would keep all of them for ever.
     """
-    reference = WeakMethod(method)
+    reference, function = ref(method.__self__), method.__func__
 
     def hook(*rest: Any) -> None:
-        found = reference()
-        if found is not None:
-            found(*args, *rest)
+        owner = reference()
+        if owner is not None:
+            function(owner, *args, *rest)
+
+    return hook
+
+
+def weakly_at(method: Any, index: int) -> Callable[[Any], None]:
+    """The same for a hook on the hot path, which has one argument."""
+    reference, function = ref(method.__self__), method.__func__
+
+    def hook(grad: Any) -> None:
+        owner = reference()
+        if owner is not None:
+            function(owner, index, grad)
 
     return hook
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.errors import ConfigError
-from largebatch.noise.collect.norms import sq_norm
+from largebatch.noise.collect.norms import sq_norm_dots
 
 MARK = 2**16
 """Elements of the largest gradient whose norm is read twice, to see whether gradients were changed."""
@@ -46,37 +46,40 @@ class Gradients:
         """The parameters whose norms are read at a backward's end."""
         self.problem = ""
         """What was done to the gradients that cannot be measured; empty if nothing."""
-        self._sq_norms: Tensor | None = None
+        self._dots: list[list[Tensor]] = []
         self._num_marks = num_marks
         self._parameters, self._is_ddp = parameters, is_ddp
         self._before: dict[int, tuple[int, int]] = {}
 
-    def add(self, index: int) -> None:
-        """A parameter has been given a gradient for the first time."""
+    def begin(self) -> None:
+        """At a backward's start, before it has written any gradient."""
         if not self.arrived and self._is_ddp:
-            self._before = {i: version_of(p.grad) for i, p in enumerate(self._parameters) if i != index}
-        self.arrived.add(index)
+            self._before = {i: version_of(p.grad) for i, p in enumerate(self._parameters)}
 
-    def note(self, *, mark: bool) -> None:
+    def note(self, *, mark: bool, wide: bool) -> None:
         """At a backward's end: note how the gradients are now; `mark` reads the norms of the marks."""
         if not self.arrived:
             return
         # Only now: gradients that are views of one tensor (of a concatenation, of DDP's buckets) share one version.
-        for index in self.arrived:
-            self.versions[index] = version_of(self._parameters[index].grad)
+        self.versions = self._find_versions()
         if not mark:
-            self._sq_norms = None
+            self._dots = []
             return
         if not self.marks or not self.arrived.issuperset(self.marks):
             self.marks = self._choose()
         # Neither `.data` nor a gradient scaler on a CPU counts versions up: these norms show them.
-        self._sq_norms = self._read_marks()
+        self._dots = [self._read(index, wide) for index in self.marks]
 
-    def sq_norms_of_marks(self) -> tuple[Tensor, Tensor]:
-        """Squared norms of the marks at the last backward's end and now; the same twice where they were not read."""
-        if self._sq_norms is None:
-            return torch.zeros(1), torch.zeros(1)
-        return self._sq_norms, self._read_marks()
+    def dots_of_marks(
+        self, dots: dict[int, list[Tensor]], *, wide: bool
+    ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Dots of the marks at the last backward's end and now; empty where they were not read.
+
+        `dots` holds those of gradients that were read as they are now.
+        """
+        if not self._dots:
+            return [], []
+        return self._dots, [dots.get(index) or self._read(index, wide) for index in self.marks]
 
     def _choose(self) -> tuple[int, ...]:
         """The largest gradients that are small enough, or as many all over the model as are wanted."""
@@ -86,9 +89,9 @@ class Gradients:
             return (max(small, key=sizes.__getitem__),)
         return tuple(small[:: -(-len(small) // self._num_marks)])
 
-    def _read_marks(self) -> Tensor:
-        norms = [sq_norm(self._parameters[index].grad) for index in self.marks]
-        return torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms])
+    def _read(self, index: int, wide: bool) -> list[Tensor]:
+        grad = self._parameters[index].grad
+        return [] if grad is None else sq_norm_dots(grad, wide=wide)
 
     def given_up(self) -> set[int]:
         """Gradients that had arrived and were set to None or to 0 since: the step was given up and begins again.
@@ -97,12 +100,14 @@ class Gradients:
         """
         gone: set[int] = set()
         self.problem = ""
+        if self._find_versions() == self.versions:
+            return gone
         for index in self.arrived:
             held = self._parameters[index].grad
             if held is None:
                 gone.add(index)
                 continue
-            address, version = self.versions[index]
+            address, version = self.versions.get(index, (0, 0))
             if self._is_ddp and held.data_ptr() != address:
                 continue  # DDP has rebuilt its buckets and moved the gradient
             if held._version != version:
@@ -130,7 +135,12 @@ class Gradients:
 
     def are_changed(self) -> bool:
         """Whether one of those that arrived was changed since, as far as versions tell."""
-        return any(version_of(self._parameters[index].grad) != self.versions[index] for index in self.arrived)
+        return self._find_versions() != self.versions
+
+    def _find_versions(self) -> dict[int, tuple[int, int]]:
+        """`version_of` of all that have arrived; without those that are gone."""
+        held = ((index, self._parameters[index].grad) for index in self.arrived)
+        return {index: (grad.data_ptr(), grad._version) for index, grad in held if grad is not None}
 
     def given_by_others(self) -> dict[int, Tensor]:
         """Gradients of parameters that only other workers used in this step: DDP has written them."""

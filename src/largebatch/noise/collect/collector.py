@@ -1,8 +1,9 @@
 """How long was each microbatch's gradient, and how long is their sum?
 
 Hooks on the parameters see every gradient in the moment it arrives; nothing but its squared norm is kept.
-A tensor hook reads the norm, the hook after accumulation commits it: `torch.autograd.grad` fires the first and
-not the second, so a probe leaves no trace. The norms stay on their device: `take` hands them over there.
+A tensor hook reads each norm. The first gradient of a backward also has a hook after its accumulation, which
+`torch.autograd.grad` does not reach: what such a probe has brought leaves no trace at its end. The norms stay on
+their device: `take` hands them over there.
 
 Under DistributedDataParallel the tensor hook still sees this worker's own gradient, before it is averaged.
 """
@@ -10,8 +11,10 @@ Under DistributedDataParallel the tensor hook still sees this worker's own gradi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -23,13 +26,14 @@ from largebatch.noise.collect.backwards import at_end, backward_id, check_parts,
 from largebatch.noise.collect.changes import Gradients
 from largebatch.noise.collect.fsdp import is_fsdp_module
 from largebatch.noise.collect.layout import Layout, check_averaged
-from largebatch.noise.collect.norms import Tally, sq_norm_dots, total
-from largebatch.noise.collect.step_norms import Microbatch, StepNorms, sum_microbatches
+from largebatch.noise.collect.norms import sq_norm_dots, sq_norm_dots_of
+from largebatch.noise.collect.step_norms import Arrivals, Microbatch, Part, StepNorms, StepTally
 from largebatch.noise.collect.watched import Watched
 
 NEVER = 10**9
 """More microbatches than any step has."""
-NOTHING: Sequence[Tensor] = ()
+NOTHING = Arrivals(backward=-1)
+"""Of no backward."""
 Weigh = Callable[[nn.Parameter], Tensor | None]
 """Weights of a parameter's elements in a second metric; None where there are none yet."""
 
@@ -89,13 +93,11 @@ class GradientCollector:
         self._parameters, self._rows = self._watched.parameters, self._watched.rows
         self._enabled, self._closed = True, False
         self._forward_handle: Any = None
-        self._tallies = Tally(), Tally()
+        self._tally = StepTally()
         self._context: Microbatch | None = None
-        self._pending: dict[int, tuple[int, Sequence[Tensor], Sequence[Tensor], Tensor | None, Sequence[Tensor]]] = {}
+        self._under_way: dict[int, Arrivals] = {}
+        self._arrivals = NOTHING
         self._synced: bool | None = None
-        self._begun = self._running = -1
-        self._current = Microbatch(units=default_units)
-        self._gone: set[int] = set()
         self._marks, self._expected, self._num_marks, self._lock = (), NEVER, num_marks, threading.Lock()
         self._reset()
         if not self._watched.look():
@@ -118,14 +120,14 @@ class GradientCollector:
             self._watched.attach()
         else:
             self._watched.detach()
-            self._pending.clear()
+            self._under_way.clear()
         self.seconds += perf_counter() - started
 
     @contextmanager
     def microbatch(self, units: int) -> Generator[None, None, None]:
         """All backwards inside are one microbatch of `units` units."""
         check_units(units, inside=self._context is not None)
-        self._context = current = Microbatch(units=units, explicit=True, last=self._is_last())
+        self._context = current = Microbatch(units=units, explicit=True)
         try:
             yield
         except BaseException:
@@ -133,7 +135,7 @@ class GradientCollector:
             raise
         finally:
             self._context = None
-            self._pending.clear()
+            self._under_way.clear()
         if not self.enabled:
             return
         if not current.seen:
@@ -155,7 +157,8 @@ class GradientCollector:
             ConfigError: no backward since the last step; gradients that are gone, that were changed, or that were
                 never averaged over the workers; backwards that look like parts of one microbatch.
         """
-        microbatches, arrived, hot, skip = self._microbatches, self._gradients, self._hot, self._skip
+        self._end_in_error()
+        microbatches, arrived, skip = self._microbatches, self._gradients, self._skip
         problem, synced = self._problem or self._watched.problem(), self._synced
         stale, weighed = self._stale, self._weigh is not None and not self._unweighed
         if self._context is not None:
@@ -180,18 +183,16 @@ class GradientCollector:
             check_averaged(self._layout.ddp, synced=synced)
             gradients |= arrived.given_by_others()
         self._marks, self._expected = arrived.marks, len(microbatches)
-        device = next(grad.device for grad in gradients.values())
-        before, now = arrived.sq_norms_of_marks()
-        sq_norm_step = self._sum_step(gradients, {} if may_be_unscaled else hot, device)
+        of_step, large = self._dots_of_step(gradients)
         self._unweighed = False
-        return StepNorms(
-            units=tuple(microbatch.units for microbatch in microbatches),
-            together=tuple(microbatch.units for microbatch in microbatches),
-            sq_norms=sum_microbatches(microbatches, self.num_rows, self._tallies[0], device),
-            sq_norm_step=sq_norm_step,
-            sq_norm_stale=total(stale, device),
-            mark_before=before,
-            mark_now=now,
+        return self._tally.norms(
+            units=[microbatch.units for microbatch in microbatches],
+            microbatches=[microbatch.parts for microbatch in microbatches],
+            of_step=of_step,
+            stale=stale,
+            marks=arrived.dots_of_marks(large, wide=self.wide),
+            num_rows=self.num_rows,
+            device=next(iter(gradients.values())).device,
             skip=skip,
             weighed=weighed,
         )
@@ -203,7 +204,7 @@ class GradientCollector:
 
     def discard(self) -> None:
         """Forget what has arrived since the last step."""
-        self._pending.clear()
+        self._under_way.clear()
         self._reset()
 
     def close(self) -> None:
@@ -216,14 +217,11 @@ class GradientCollector:
 
     def _reset(self) -> None:
         self._microbatches: list[Microbatch] = []
-        self._by_backward: dict[int, Microbatch] = {}
         is_ddp = self._layout.ddp is not None
         self._gradients = Gradients(self._parameters, is_ddp=is_ddp, marks=self._marks, num_marks=self._num_marks)
         self._stale: list[Tensor] = []
-        self._hot: dict[int, Sequence[Tensor]] = {}
         self._skip = self._problem = ""
-        self._synced, self._open = None, False
-        self._unweighed = False
+        self._synced, self._unweighed = None, False
         self.seconds = 0.0
 
     def _on_forward(self, ddp: Any, _: Any) -> None:
@@ -231,119 +229,117 @@ class GradientCollector:
             self._synced = ddp.require_backward_grad_sync
 
     def _on_gradient(self, index: int, grad: Tensor) -> None:
-        """Read one gradient on its way to the parameter; whether it stays is not known yet."""
+        """Read one gradient on its way to the parameter; `_commit` takes it in when it is known to stay.
+
+        This is the one place that runs for every gradient of every microbatch: what can wait, waits.
+        """
         started = perf_counter()
-        backward = backward_id()
-        if backward != self._begun:
-            self._begun, self._gone = backward, self._gradients.given_up()
-            if self._gradients.problem:
-                self._fail(self._gradients.problem)
+        arrivals = self._arrivals
+        if backward_id() != arrivals.backward:
+            arrivals = self._enter(index)
         if grad.is_sparse:
             self._fail("a sparse gradient is not measured: make the layer with sparse=False.")
             return
-        dots = weighed = stale = NOTHING
-        copy = None
-        if self._read:
-            if self.buffering and self._context is not None:
-                copy = grad.detach().clone()
-            else:
-                dots = sq_norm_dots(grad, wide=self.wide)
-                if self._weigh is not None:
-                    weighed = self._weighed(index, grad)
         if index not in self._gradients.arrived:
             held = self._parameters[index].grad
-            if held is not None:
-                stale = sq_norm_dots(held)
-        self._pending[index] = (backward, dots, weighed, copy, stale)
+            if held is not None and not any(index in outer.seen for outer in self._under_way.values()):
+                arrivals.stale += sq_norm_dots(held)
+        arrivals.seen.add(index)
+        if arrivals.plain and self._watched.small[index] and not grad.requires_grad:
+            arrivals.small[self._rows[index]].append(grad)
+        elif self.buffering and arrivals.context is not None:
+            arrivals.copies[index] = grad.detach().clone()
+        elif self._read:
+            arrivals.parts.append((self._rows[index], sq_norm_dots(grad, wide=self.wide)))
+            if self._weigh is not None:
+                arrivals.parts.append((self._rows[index] + self._num_plain, self._weighed(index, grad)))
         self.seconds += perf_counter() - started
 
-    def _on_accumulated(self, index: int, parameter: nn.Parameter) -> None:
-        """Commit what `_on_gradient` read, now that the parameter has taken the gradient."""
-        arrival = self._pending.pop(index, None)
-        if arrival is None:
-            return
-        started = perf_counter()
-        backward, dots, weighed, copy, stale = arrival
-        if backward != self._running:
-            if backward != backward_id():
-                return
-            self._begin_backward(backward)
-        current = self._current
-        if self._gone and index in self._gone and index in self._gradients.arrived:
-            self._forget_all_but(current, backward, index)
-        if stale:
-            self._stale += stale
-        if copy is not None:
-            held = current.sums.get(index)
-            current.sums[index] = copy if held is None else held.add_(copy)
-        elif index in current.seen and self._read:
-            self.buffering = True
-            self._skip = self._skip or "a microbatch had an unforeseen second backward"
-        else:
-            current.parts.append((self._rows[index], dots))
-            if weighed:
-                current.parts.append((self._rows[index] + self._num_plain, weighed))
-        current.seen.add(index)
-        gradients = self._gradients
-        if index not in gradients.arrived:
-            gradients.add(index)
-        held = parameter.grad
-        if held is not None:
-            gradients.versions[index] = (held.data_ptr(), held._version)
-            if current.last:
-                self._hot[index] = sq_norm_dots(held, wide=self.wide)
-            elif self._hot:
-                self._hot.pop(index, None)
-        self.seconds += perf_counter() - started
+    def _on_accumulated(self, _index: int, _parameter: nn.Parameter) -> None:
+        """The first gradient of a backward has been taken: so will be the others."""
+        arrivals = self._under_way.get(backward_id())
+        if arrivals is not None:
+            arrivals.stay = True
 
     def _fail(self, problem: str) -> None:
         """Keep an error for `take`: raised in a hook on one worker only, it would leave the others waiting."""
         self._problem = self._problem or problem
 
-    def _begin_backward(self, backward: int) -> None:
+    def _enter(self, index: int) -> Arrivals:
+        """The arrivals of the backward that runs now, which may have begun with this parameter's gradient."""
+        backward = backward_id()
         with self._lock:  # one backward over several devices has a thread for each
-            if backward == self._running:
-                return
-            if self._open and self._context is None and not is_nested():
-                self.give_up("a backward ended in an error")
-            self._current = self._context or self._by_backward.get(backward) or self._begin_microbatch(backward)
-            self._running, self._open = backward, True
+            arrivals = self._under_way.get(backward)
+            if arrivals is None:
+                arrivals = self._begin(backward, index)
+            self._arrivals = arrivals
+        return arrivals
+
+    def _begin(self, backward: int, index: int) -> Arrivals:
+        nested = is_nested()
+        if not nested:
+            self._end_in_error()
+        # Inside a backward whose arrivals are not committed, gradients are not as they were left.
+        gone: set[int] = set() if self._under_way else self._gradients.given_up()
+        arrivals = Arrivals(
+            backward=backward, context=self._context, nested=nested, gone=gone,
+            plain=self._read and self._is_plain and not (self.buffering and self._context),
+        )  # fmt: skip
+        if self._gradients.problem:
+            self._fail(self._gradients.problem)
+        self._gradients.begin()
+        self._under_way[backward] = arrivals
+        self._watched.witness(index)
+        end = partial(self._commit, arrivals)
         # DDP writes the averages in a callback at the backward's end; one queued from there comes after it.
-        at_end(self._on_end if self._layout.ddp is None else lambda: at_end(self._on_end))
+        at_end(end if self._layout.ddp is None else partial(at_end, end))
+        return arrivals
 
-    def _begin_microbatch(self, backward: int) -> Microbatch:
-        current = Microbatch(units=self._default_units, nested=is_nested(), last=self._is_last())
-        self._by_backward[backward] = current
-        self._microbatches.append(current)
-        return current
+    def _end_in_error(self) -> None:
+        """Take in what came of a backward that never reached its end."""
+        for arrivals in list(self._under_way.values()):
+            self._commit(arrivals)
+            if arrivals.stay and self._context is None:
+                self.give_up("a backward ended in an error")
 
-    def _is_last(self) -> bool:
-        """Whether to read the sum while it is in the cache: one worker, and the last step had no further microbatch."""
-        return self._layout.kind == "single" and len(self._microbatches) + 1 >= self._expected
-
-    def _on_end(self) -> None:
+    def _commit(self, arrivals: Arrivals) -> None:
+        """At a backward's end: what it has brought belongs to its microbatch now."""
         started = perf_counter()
-        self._open = False
+        self._under_way.pop(arrivals.backward, None)
+        self._arrivals = NOTHING
+        if not arrivals.stay:
+            return
+        current = arrivals.context or Microbatch(units=self._default_units, nested=arrivals.nested)
+        again = arrivals.gone & arrivals.seen & self._gradients.arrived
+        if again:
+            self._forget_all_but(current, again)
+        self._stale += arrivals.stale
+        for index, copy in arrivals.copies.items():
+            held = current.sums.get(index)
+            current.sums[index] = copy if held is None else held.add_(copy)
+        if self._read and not arrivals.copies and not current.seen.isdisjoint(arrivals.seen):
+            self.buffering = True
+            self._skip = self._skip or "a microbatch had an unforeseen second backward"
+        current.parts += arrivals.parts
+        current.parts += [(row, sq_norm_dots_of(grads)) for row, grads in arrivals.small.items()]
+        current.seen |= arrivals.seen
+        if arrivals.context is None:
+            self._microbatches.append(current)
+        self._gradients.arrived |= arrivals.seen
         # Where more microbatches are expected, nobody will ask.
         num = len(self._microbatches) + (self._context is not None)
-        self._gradients.note(mark=self._expected == NEVER or num >= self._expected)
+        self._gradients.note(mark=self._expected == NEVER or num >= self._expected, wide=self.wide)
         self.seconds += perf_counter() - started
 
-    def _forget_all_but(self, current: Microbatch, backward: int, index: int) -> None:
+    def _forget_all_but(self, current: Microbatch, again: set[int]) -> None:
         """The gradients were set to None since they came: the step begins with the microbatch that runs now."""
-        if index in current.seen:
+        if again & current.seen:
             self._fail("gradients were set to None inside a microbatch context: zero them between steps only.")
             return
-        versions, problem = self._gradients.versions, self._gradients.problem
-        kept = self.seconds, self._synced, self._open
+        problem, kept = self._gradients.problem, (self.seconds, self._synced)
         self._reset()
-        self._problem, (self.seconds, self._synced, self._open) = problem, kept
-        for seen in current.seen:
-            self._gradients.add(seen)
-            self._gradients.versions[seen] = versions[seen]
-        if current is not self._context:
-            self._microbatches.append(current)
-            self._by_backward[backward] = current
+        self._problem, (self.seconds, self._synced) = problem, kept
+        self._gradients.arrived |= current.seen
 
     def _weighed(self, index: int, grad: Tensor) -> list[Tensor]:
         if self._weigh is None:
@@ -354,15 +350,24 @@ class GradientCollector:
             return []
         return sq_norm_dots(grad, weights, wide=self.wide)
 
-    def _sum_step(self, gradients: dict[int, Tensor], hot: dict[int, Sequence[Tensor]], device: torch.device) -> Tensor:
-        """Squared norm of the gradients as they are (dots in `hot` are known); under DDP this worker's share of it."""
-        dots: list[Tensor] = []
-        owners: list[int] = []
+    def _dots_of_step(self, gradients: dict[int, Tensor]) -> tuple[list[Part], dict[int, list[Tensor]]]:
+        """Dots of the gradients as they are (under DDP of this worker's share of them), and of large ones by index."""
+        parts: list[Part] = []
+        large: dict[int, list[Tensor]] = {}
+        small: defaultdict[int, list[Tensor]] = defaultdict(list)
         for index, grad in gradients.items():
             if self._watched.shares[index] != self._layout.rank:
                 continue
-            plain = hot.get(index) or sq_norm_dots(grad, wide=self.wide)
-            for part, row in ((plain, 0), (self._weighed(index, grad), self._num_plain)):
-                dots += part
-                owners += [self._rows[index] + row] * len(part)
-        return self._tallies[1].sums(dots, owners, self.num_rows, device)
+            if self._is_plain and self._watched.small[index]:
+                small[self._rows[index]].append(grad)
+                continue
+            large[index] = sq_norm_dots(grad, wide=self.wide)
+            parts.append((self._rows[index], large[index]))
+            if self._weigh is not None:
+                parts.append((self._rows[index] + self._num_plain, self._weighed(index, grad)))
+        return [*parts, *((row, sq_norm_dots_of(grads)) for row, grads in small.items())], large
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether float32 squares are all that is wanted of a gradient."""
+        return not self.wide and self._weigh is None

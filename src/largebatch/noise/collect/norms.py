@@ -9,6 +9,8 @@ from torch import Tensor
 
 CHUNK = 2**18
 """Elements in one dot product on a CPU. A float32 dot of so many is right to about 1e-6; of 25 M to 1e-4 only."""
+SMALL = 2**12
+"""Elements up to which gradients are kept until the backward's end, and read together."""
 CHUNK_ELSEWHERE = 2**22
 """The same on an accelerator, whose dot adds thousands of parts up side by side, and where a launch costs more."""
 
@@ -43,6 +45,14 @@ def sq_norm_dots(tensor: Tensor, weights: Tensor | None = None, *, wide: bool = 
     flat, flat_weights = (flat_view(x) if same else x.reshape(-1) for x in (tensor, weights.detach()))
     pairs = zip(map(widen, flat.split(size)), map(widen, flat_weights.split(size)), strict=True)
     return [torch.dot(chunk * part, chunk) for chunk, part in pairs]
+
+
+def sq_norm_dots_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same of all of several small float32 tensors together: one copy of them costs less than a dot of each."""
+    try:
+        return sq_norm_dots(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    except RuntimeError:  # they are on several devices
+        return [dot for tensor in tensors for dot in sq_norm_dots(tensor)]
 
 
 def sq_norm(tensor: Tensor | None) -> Tensor:
@@ -80,11 +90,16 @@ class Tally:
     def __init__(self) -> None:
         self._owners: tuple[tuple[int, ...], Tensor] = ((), torch.empty(0))
 
-    def sums(self, dots: Sequence[Tensor], owners: Sequence[int], num_owners: int, device: torch.device) -> Tensor:
+    def sums(self, dots: list[Tensor], owners: Sequence[int], num_owners: int, device: torch.device) -> Tensor:
         """Sum of the dots of each owner, shape (num_owners,), on `device`; no host sync.
 
         The owners go to the device once as long as they stay the same from call to call.
         """
+        if device.type == "cpu":  # nobody waits there, and numbers add up faster than small tensors
+            numbers = [0.0] * num_owners
+            for dot, owner in zip(dots, owners, strict=True):
+                numbers[owner] += dot.item()
+            return torch.tensor(numbers, dtype=torch.float64)
         wide = torch.float32 if device.type == "mps" else torch.float64
         total = torch.zeros(num_owners, dtype=wide, device=device)
         if not dots:
@@ -92,7 +107,10 @@ class Tally:
         key = tuple(owners)
         if self._owners[0] != key or self._owners[1].device != device:
             self._owners = (key, torch.tensor(key).to(device, non_blocking=True))
-        values = torch.stack([dot if dot.device == device else dot.to(device, non_blocking=True) for dot in dots])
+        try:
+            values = torch.stack(dots)
+        except RuntimeError:  # they are on several devices
+            values = torch.stack([dot.to(device, non_blocking=True) for dot in dots])
         return total.index_add_(0, self._owners[1], values.to(wide))
 
 

@@ -23,8 +23,8 @@ LossScaling = Literal["step_mean", "local_mean", "microbatch_mean", "sum"]
 """What the sum of a microbatch's losses is divided by: a worker's mean share of the step's units (the step's units
 on one worker), its own units in the step, the microbatch's units, or 1."""
 
-_K, _UNITS, _R, _R_OVER_B, _R2_OVER_B, _STALE, _CHANGED, _SKIPPED, _REFUSED, _VOTE = range(10)
-_HEADER = 10
+_K, _UNITS, _R, _R_OVER_B, _R2_OVER_B, _SKIPPED, _REFUSED, _VOTE, _STALE, _BEFORE, _NOW = range(11)
+_HOST, _HEADER = 8, 11
 LEAST = 1e-33
 """Mean square of gradients' elements from which float32 is wide enough."""
 MOST = 1e36
@@ -53,7 +53,8 @@ class StepSums:
     @property
     def changed(self) -> bool:
         """Whether gradients were changed between the last backward and `step()`."""
-        return self.values[_CHANGED] > 0
+        before, now = self.values[_BEFORE], self.values[_NOW]
+        return abs(now - before) > CHANGE * before
 
     @property
     def num_microbatches(self) -> int:
@@ -147,36 +148,41 @@ def pack(
         factor: what the loss was multiplied by besides.
 
     Returns:
-        Shape (10 + 2 * num_rows,), float64 where the device has it.
+        Shape (11 + 2 * num_rows,), float64 where the device has it.
     """
     local_batch = sum(norms.units)
     relative = _relative(norms.units, norms.together, local_batch, loss_scaling)
+    device, dtype = norms.sq_norms.device, norms.sq_norms.dtype
+    over_units = [r / b for r, b in zip(relative, norms.units, strict=True)]
     header = torch.tensor(
         [
             len(norms.units),
             local_batch,
             sum(relative),
-            sum(r / b for r, b in zip(relative, norms.units, strict=True)),
-            sum(r * r / b for r, b in zip(relative, norms.units, strict=True)),
-            0.0,
-            0.0,
-            float(bool(norms.skip)),
+            sum(over_units),
+            sum(r * o for r, o in zip(relative, over_units, strict=True)),
+            1.0 if norms.skip else 0.0,
             0.0,
             vote,
+            *(1 / r for r in relative),
         ],
         dtype=torch.float64,
-    )
-    device, dtype = norms.sq_norms.device, norms.sq_norms.dtype
-    weights = (1 / torch.tensor(relative, dtype=torch.float64)).to(device, dtype, non_blocking=True)
+    ).to(device, dtype, non_blocking=True)  # one way to an accelerator, for all of it
+    header, weights = header.split([_HOST, len(relative)])
+    small, step, now = norms.sq_norms @ weights, norms.sq_norm_step, norms.mark_now
     if isinstance(scale, Tensor):
         scale = scale.to(device, dtype, non_blocking=True)
-    small = norms.sq_norms @ weights / (scale * factor) ** 2
-    step = norms.sq_norm_step / (factor if unscaled else scale * factor) ** 2
-    payload = torch.cat([header.to(device, dtype, non_blocking=True), small, step])
-    payload[_STALE] = norms.sq_norm_stale
-    before, now = norms.mark_before.to(device, dtype), norms.mark_now.to(device, dtype)
-    payload[_CHANGED] = (((now * scale**2 if unscaled else now) - before).abs() > CHANGE * before).any()
-    return payload
+    if isinstance(scale, Tensor) or scale * factor != 1:
+        small = small / (scale * factor) ** 2
+        step = step / (factor if unscaled else scale * factor) ** 2
+        now = now * scale**2 if unscaled else now
+    before = norms.mark_before
+    if len(before) > 1:  # one changed mark among several is not to drown in their sum
+        now = ((now - before).abs() > CHANGE * before).any()[None].to(dtype)
+        before = torch.zeros_like(now)
+    elif not len(before):
+        before = now = torch.zeros_like(norms.sq_norm_stale)
+    return torch.cat([header, norms.sq_norm_stale, before, now, small, step])
 
 
 def refusal(num_rows: int, device: torch.device) -> Tensor:

@@ -169,14 +169,16 @@ class ShardedCollector:
                 "optimizer.step(); with a GradScaler give it to the monitor as grad_scaler."
             )
         device = self._params[0].sharded_param.device
+        sq_norms = self._sum_shares(shares, device)
+        now = sq_norm(self._grad(self._mark)) * (1 + drift)
         return StepNorms(
             units=tuple(share.units for share in shares),
             together=tuple(share.backwards[0].units for share in shares),
-            sq_norms=self._sum_shares(shares, device),
+            sq_norms=sq_norms,
             sq_norm_step=self._sum_step(gradients, device),
-            sq_norm_stale=total(stale, device),
-            mark_before=mark,
-            mark_now=sq_norm(self._grad(self._mark)) * (1 + drift),
+            sq_norm_stale=total(stale, device).to(sq_norms).view(1),
+            mark_before=mark.to(sq_norms).view(1),
+            mark_now=now.to(sq_norms).view(1),
             skip=skip,
         )
 

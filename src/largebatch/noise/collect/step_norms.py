@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor
 
 from largebatch.noise.collect.norms import Tally
+
+Part = tuple[int, Sequence[Tensor]]
+"""A row of the norms and dot products that count in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,13 +28,13 @@ class StepNorms:
     sq_norm_step: Tensor
     """Shape (num_rows,). Added up over the workers: the squared norm of the gradients as they are now."""
     sq_norm_stale: Tensor
-    """0-dim. Squared norm of what the gradients held before the step: to be 0."""
+    """Shape (1,). Squared norm of what the gradients held before the step: to be 0."""
     skip: str = ""
     """Why this step's norms cannot be used; empty if they can."""
     mark_before: Tensor
-    """0-dim. Squared norm of one parameter's gradient at the last backward's end."""
+    """Squared norms of some parameters' gradients at the last backward's end, shape (marks,)."""
     mark_now: Tensor
-    """0-dim. The same now: another value means that gradients were changed in between."""
+    """The same now: other values mean that gradients were changed in between."""
     wide: bool = False
     """Whether squares were taken in float64."""
     weighed: bool = False
@@ -47,19 +51,77 @@ class Microbatch:
     """Whether a context holds its backwards together."""
     nested: bool = False
     """Whether its backward was called inside another one."""
-    last: bool = False
-    """Whether it is expected to end the step."""
-    parts: list[tuple[int, Sequence[Tensor]]] = field(default_factory=list)
-    """A row of the result and dot products that count in it."""
+    parts: list[Part] = field(default_factory=list)
+    """What its gradients have come to."""
     seen: set[int] = field(default_factory=set)
     """Parameters (by index) that have a gradient in it."""
     sums: dict[int, Tensor] = field(default_factory=dict)
     """Only while buffering: the sum of its gradients per parameter, freed when the context ends."""
 
 
-def sum_microbatches(microbatches: Sequence[Microbatch], num_rows: int, tally: Tally, device: torch.device) -> Tensor:
-    """The squared norm of each microbatch, shape (num_rows, K), from its dot products."""
-    num = len(microbatches)
-    parts = [(k, row, dots) for k, microbatch in enumerate(microbatches) for row, dots in microbatch.parts]
-    owners = [row * num + k for k, row, dots in parts for _ in dots]
-    return tally.sums([dot for *_, dots in parts for dot in dots], owners, num_rows * num, device).view(num_rows, num)
+@dataclass(kw_only=True, slots=True)
+class Arrivals:
+    """What one backward brings, until its end shows that the parameters keep it."""
+
+    backward: int
+    """Its number."""
+    context: Microbatch | None = None
+    """The microbatch that was open when it began."""
+    nested: bool = False
+    """Whether it was called inside another backward."""
+    gone: set[int] = field(default_factory=set)
+    """Parameters whose gradients were set to None or 0 before it."""
+    plain: bool = False
+    """Whether nothing but the float32 norms of its gradients is wanted."""
+    stay: bool = False
+    """Whether a parameter has taken its gradient."""
+    seen: set[int] = field(default_factory=set)
+    """Parameters that it has reached."""
+    parts: list[Part] = field(default_factory=list)
+    """As in Microbatch."""
+    small: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """Small gradients by the row they count in: kept, so that autograd copies them where it would have moved them."""
+    copies: dict[int, Tensor] = field(default_factory=dict)
+    """Its gradients, where a context adds them up."""
+    stale: list[Tensor] = field(default_factory=list)
+    """Squared norms of what the gradients held before."""
+
+
+class StepTally:
+    """Adds all dot products of a step up in one go: on an accelerator, and in small models, each operation counts."""
+
+    def __init__(self) -> None:
+        self._tally = Tally()
+
+    def norms(
+        self,
+        *,
+        units: list[int],
+        microbatches: list[list[Part]],
+        of_step: list[Part],
+        stale: list[Tensor],
+        marks: tuple[list[list[Tensor]], list[list[Tensor]]],
+        num_rows: int,
+        device: torch.device,
+        skip: str,
+        weighed: bool,
+    ) -> StepNorms:
+        """The norms of a step from dot products: of each microbatch, the step, what was there before, and the marks."""
+        num = len(units)
+        sizes = [num_rows * num, num_rows, 1, len(marks[0]), len(marks[1])]
+        dots: list[Tensor] = []
+        owners: list[int] = []
+        for k, parts in enumerate(microbatches):
+            for row, found in parts:
+                dots += found
+                owners += [row * num + k] * len(found)
+        first = sizes[0]
+        for owner, found in (*of_step, (num_rows, stale), *enumerate((*marks[0], *marks[1]), num_rows + 1)):
+            dots += found
+            owners += [first + owner] * len(found)
+        sums = self._tally.sums(dots, owners, sum(sizes), device)
+        small, step, before_step, before, now = sums.split(sizes)
+        return StepNorms(
+            units=tuple(units), together=tuple(units), sq_norms=small.view(num_rows, num), sq_norm_step=step,
+            sq_norm_stale=before_step, mark_before=before, mark_now=now, skip=skip, weighed=weighed,
+        )  # fmt: skip
