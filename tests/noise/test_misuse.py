@@ -1,5 +1,6 @@
 """Is what a loop does wrong seen, with nothing left behind and no worker left waiting?"""
 
+import copy
 import gc
 import weakref
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from largebatch.errors import ConfigError
+from largebatch.errors import CheckpointError, ConfigError
 from largebatch.noise.monitor import NoiseScaleMonitor
 from workers import WorkerError, on_workers
 
@@ -258,3 +259,32 @@ def test_a_ddp_step_that_begins_again_is_measured():
         assert (moments.trace_cov, moments.grad_sq_norm) == pytest.approx(
             (wanted.trace_cov, wanted.grad_sq_norm), rel=1e-4
         )
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("every",), 0), (("num_steps",), -1), (("ledger", "total", "sum_w"), "abc"),
+        (("ledger", "total", "sum_x"), [1.0]), (("ledger", "preconditioned", "differences"), float("nan")),
+        (("ledger", "batches"), ["x"]), (("ledger", "total", "last"), None),
+    ],
+)  # fmt: skip
+def test_a_broken_state_is_refused_and_nothing_of_it_is_taken(where, value):
+    model = make_model()
+    with monitored(model) as monitor:
+        for seed in range(4):
+            backward(model, seed)
+            if seed % 2:
+                monitor.step()
+                model.zero_grad()
+        kept = monitor.state_dict()
+        broken = copy.deepcopy(kept)
+        broken["ledger"]["total"]["sum_w2"] = 99.0
+        *path, last = where
+        part = broken
+        for name in path:
+            part = part[name]
+        part[last] = value
+        with pytest.raises(CheckpointError):
+            monitor.load_state_dict(broken)
+        assert monitor.state_dict() == kept

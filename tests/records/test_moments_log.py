@@ -314,3 +314,37 @@ def test_a_broken_line_in_the_middle_costs_no_line_after_it(tmp_path):
     with pytest.raises(RecordError, match=r"line 6 is not JSON, and 25 line\(s\) follow it"):
         write(path, [31])
     assert path.read_bytes() == b"".join(content)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_microbatches", 0, "num_microbatches=0"),
+        ("batch", 1, "batch=1, num_microbatches="),
+        ("step", -4, "step=-4"),
+        ("trace_cov", 1e308, r"1e\+308 and .* none that a training measures"),
+        ("grad_sq_norm", float("nan"), "nan are none that a training measures"),
+        ("trace_cov", "long", "TypeError"),
+    ],
+)
+def test_numbers_that_no_training_writes_are_named_with_their_line(tmp_path, key, value, words):
+    path = tmp_path / "moments.jsonl"
+    write(path, range(1, 6))
+    lines = path.read_text().splitlines()
+    lines[3] = json.dumps(json.loads(lines[3]) | {key: value})
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(RecordError, match=f"line 4: .*{words}"):
+        read_moments(path)
+
+
+def test_deeply_nested_json_is_no_log_and_no_line(tmp_path):
+    path = tmp_path / "moments.jsonl"
+    deep = "[" * 200_000
+    path.write_text(deep + "\n")
+    assert not is_moments_log(path)
+    path.unlink()
+    write(path, range(1, 3))
+    with path.open("a") as file:
+        file.write(deep + "\n" + deep + "\n")
+    with pytest.raises(RecordError, match="line 4 is not JSON"):
+        read_moments(path)

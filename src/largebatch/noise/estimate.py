@@ -184,7 +184,7 @@ class RunningNoiseScale:
         return {"unit": self.unit, "half_life": _describe(self.half_life), **self._sums.to_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; raises CheckpointError if it was saved with another half-life or unit."""
+        """Go on from `state`; raises CheckpointError if it is broken or was saved with another half-life or unit."""
         for name, mine in (("unit", self.unit), ("half_life", _describe(self.half_life))):
             if state[name] != mine:
                 raise CheckpointError(f"the saved noise scale has {name}={state[name]!r}; this one has {mine!r}.")
@@ -237,8 +237,10 @@ class _Sums:
     def from_dict(state: dict[str, Any]) -> _Sums:
         sums = _Sums()
         for name in _Sums.__slots__:
-            value = state[name]
-            setattr(sums, name, np.array(value, dtype=np.float64) if isinstance(value, list) else value)
+            value, kind = np.array(state[name], dtype=np.float64), getattr(sums, name)
+            if value.shape != np.shape(kind) or not np.isfinite(value).all():
+                raise CheckpointError(f"the saved noise scale is broken: {name} is {state[name]!r}.")
+            setattr(sums, name, value if isinstance(kind, np.ndarray) else type(kind)(value))
         return sums
 
 

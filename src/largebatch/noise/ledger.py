@@ -98,6 +98,14 @@ class Ledger:
                 f"the saved noise scale has groups {list(state['groups'])}; this one has {list(self.groups)}."
             )
         parts = [(self.total, state["total"]), (self.preconditioned, state["preconditioned"])]
-        for running, saved in (*parts, *((self.groups[name], part) for name, part in state["groups"].items())):
-            running.load_state_dict(saved)
-        self._batches = deque(state["batches"], maxlen=RECENT)
+        parts += [(self.groups[name], part) for name, part in state["groups"].items()]
+        batches = [int(batch) for batch in state["batches"]]
+        before = [(running, running.state_dict()) for running, _ in parts]
+        try:
+            for running, saved in parts:
+                running.load_state_dict(saved)
+        except BaseException:  # all of it or nothing
+            for running, saved in before:
+                running.load_state_dict(saved)
+            raise
+        self._batches = deque(batches, maxlen=RECENT)

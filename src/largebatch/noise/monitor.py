@@ -313,6 +313,8 @@ class NoiseScaleMonitor:
         try:
             numbers = {name: int(state[name]) for name in ("num_steps", "num_skipped", "every", "voted", "next")}
             buffering, wide = bool(state["buffering"]), bool(state["wide"])
+            if min(numbers.values()) < 0 or min(numbers["every"], numbers["voted"]) < 1:
+                raise ValueError(f"counts of {numbers}")
             self._ledger.load_state_dict(state["ledger"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"this is no state of a NoiseScaleMonitor: {error!r}.") from error

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 MOMENTS_LOG_VERSION = 1
 _LONGEST = 65_536
 """Bytes of a first line at most."""
+LARGEST = 1e150
+"""Of a moment in a log: the square of what is larger leaves float64."""
 _BEGINNING = b'{"kind":"moments"'
 _SIZES = ("batch", "num_microbatches", "units_small", "units_step")
 _NORMS = ("trace_cov", "grad_sq_norm", "sq_norm_small", "sq_norm_step")
@@ -233,6 +235,14 @@ def read_moments(path: Path) -> MomentsTable:
             _append(preconditioned, line["preconditioned"] or {"trace_cov": math.nan, "grad_sq_norm": math.nan})
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise RecordError(f"{path}, line {row + 2}: this is no measured step ({error!r}).") from error
+        if min(column[row] for column in numbers.values()) < 1 or line["batch"] < line["num_microbatches"]:
+            counts = ", ".join(f"{name}={column[row]}" for name, column in numbers.items())
+            raise RecordError(f"{path}, line {row + 2}: this is no measured step, its counts cannot be: {counts}.")
+        if not all(abs(values[row]) <= LARGEST for values in (total.trace_cov, total.grad_sq_norm)):
+            raise RecordError(
+                f"{path}, line {row + 2}: moments of {line['trace_cov']} and {line['grad_sq_norm']} "
+                "are none that a training measures."
+            )
         if row and numbers["step"][row] <= numbers["step"][row - 1]:
             raise RecordError(f"{path}, line {row + 2}: step {line['step']} comes after {numbers['step'][row - 1]}.")
         for column in groups.values():
@@ -252,7 +262,7 @@ def is_moments_log(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             header = json.loads(file.readline(_LONGEST))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(header, dict) and header.get("kind") == "moments"
 
@@ -292,7 +302,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                     return
                 try:
                     record = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise RecordError(
                         f"{path}, line {number} is not JSON ({error}): cut the file before it."
                     ) from error
