@@ -270,3 +270,23 @@ def test_ctrl_c_inside_a_layer_leaves_no_weight_frozen(then):
     else:
         collector.close()
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_after_ctrl_c_inside_a_forward_the_next_one_is_measured():
+    """No hook is called on the way out, so that the interrupted forward would own all that came after it."""
+    model = make_model()
+    collector = PerExampleCollector(model)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model[0].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(4, 3))
+    handle.remove()
+    inputs = torch.randn(5, 3)
+    model(inputs).square().sum().backward()
+    (norms,) = collector.take()
+    each = [torch.autograd.grad(model(x[None]).square().sum(), list(model.parameters())) for x in inputs]
+    expected = torch.tensor([[sum(grad.double().square().sum() for grad in grads) for grads in each]])
+    torch.testing.assert_close(norms.double(), expected.double(), rtol=1e-5, atol=0)

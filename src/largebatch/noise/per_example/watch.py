@@ -6,6 +6,7 @@ leaves a `Call`, and hooks on its output bring the gradient to the backward that
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from threading import local
 from typing import Any
@@ -152,6 +153,8 @@ class CallWatcher:
         """The outermost call says what an example is."""
         if self._frozen is not None:  # Ctrl-C inside a layer: no hook is called after that
             self._thaw(self._frozen[0], None, None)
+        if self._scope is not None and self._scope.owner is module and not self.replaying and not _is_inside(module):
+            self._scope = None  # the same: nobody has closed it
         if self._scope is not None:
             self._scope.depth += self._scope.owner is module and not self.replaying
         elif self._watching():
@@ -333,3 +336,13 @@ class CallWatcher:
             use.tensors = (use.tensors[0].reshape(1, -1).expand(num_examples, -1),)
             rows = rows.view(num_examples, -1, shape[-1])
         use.grads[0] = rows + use.grads[0] if 0 in use.grads else rows
+
+
+def _is_inside(module: nn.Module) -> bool:
+    """Whether the call of `module` that begins now was made inside another one of it."""
+    frame, num_calls = sys._getframe(1), 0  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            num_calls += 1
+        frame = frame.f_back
+    return num_calls > 1
