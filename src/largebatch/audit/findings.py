@@ -1,4 +1,4 @@
-"""What can an audit find, and what does each finding say?
+"""What was found, and what does each finding say?
 
 One code is one mistake. A finding carries what was seen in this set-up; why it matters, what to do and when the
 finding is wrong belong to its code.
@@ -6,28 +6,14 @@ finding is wrong belong to its code.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
-Severity = Literal["error", "warning", "note"]
-"""error: the training is not what was asked for. warning: it is known to cost accuracy at a large batch. note: it
-differs from what the paper did, and may be meant."""
+from largebatch.audit.codes import CODES, Code, Severity
 
+__all__ = ["CODES", "Code", "Finding", "Severity", "sort_findings"]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Code:
-    """One mistake that an audit knows."""
-
-    name: str
-    """Short name, words joined by "-"."""
-    severity: Severity
-    """How bad it is."""
-    why: str
-    """Why it matters, with its source."""
-    fix: str
-    """What to do."""
-    wrong_when: str
-    """When the finding is none."""
+_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "note": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +39,11 @@ class Finding:
         )
 
 
-CODES: dict[str, Code] = {}
-"""Every mistake by its code, "LB1xx" of the optimizer and schedule at rest, "LB2xx" of the model, "LB3xx" of the data
-order, "LB4xx" of what only steps show."""
+def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings, errors first, then warnings and notes, each by code.
+
+    >>> notes_last = sort_findings([Finding(code="LB102", seen=""), Finding(code="LB104", seen="")])
+    >>> [finding.code for finding in notes_last]
+    ['LB104', 'LB102']
+    """
+    return sorted(findings, key=lambda finding: (_ORDER[finding.about.severity], finding.code))
