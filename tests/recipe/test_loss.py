@@ -57,3 +57,15 @@ def test_a_loss_that_is_not_one_number_is_refused():
 def test_a_step_of_no_units_is_refused(total: float):
     with pytest.raises(ConfigError, match=f"above 0; got {total}"):
         normalise(torch.tensor(1.0), total)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_the_mean_over_workers_is_undone(workers: int):
+    loss = torch.tensor(3.0, dtype=torch.float64)
+    mean = normalise(loss, 7, averaged_over=workers) / workers
+    torch.testing.assert_close(mean, normalise(loss, 7), rtol=1e-15, atol=0)
+
+
+def test_an_average_over_no_workers_is_refused():
+    with pytest.raises(ConfigError, match="averaged over at least 1 worker; got averaged_over=0"):
+        normalise(torch.tensor(1.0), 4, averaged_over=0)
