@@ -1,7 +1,4 @@
-"""Which parameters get weight decay, and where does the learning rate enter the momentum?
-
-Weight decay is left out by module type, never by name: names such as "bn" miss the norm of a residual net's
-downsample branch and every norm that is called something else.
+"""Which optimizer takes the numbers of a recipe, and where does the learning rate enter its momentum?
 
 torch's SGD keeps the learning rate outside the velocity: u <- m u + g, w <- w - lr u (Goyal 2017, eq. 9). The history
 in u then has no learning rate in it, so nothing is to be corrected when the rate changes. Momentum correction
@@ -11,61 +8,96 @@ belongs to the other form, v <- m v + lr g, w <- w - v (eq. 10); applied here it
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from largebatch.errors import ConfigError
+from largebatch.recipe.decay import NORM_LAYERS, decay_groups
+from largebatch.recipe.layerwise import LAMB, LARS, check_betas
+from largebatch.recipe.momentum import VelocitySGD, check_momentum, check_weight_decay
 
-NORM_LAYERS: tuple[type[nn.Module], ...] = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.LazyBatchNorm1d,
-    nn.LazyBatchNorm2d,
-    nn.LazyBatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-    nn.LazyInstanceNorm1d,
-    nn.LazyInstanceNorm2d,
-    nn.LazyInstanceNorm3d,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.RMSNorm,
-)
-"""torch's norm layers; subclasses (torchvision's LayerNorm2d) count too."""
+__all__ = ["NORM_LAYERS", "OPTIMIZERS", "OptimizerNumbers", "build_optimizer", "build_sgd", "decay_groups"]
 
 
-def decay_groups(model: nn.Module, *, exclude_biases: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """The trainable parameters of a model, split into those with weight decay and those without.
+class OptimizerNumbers(Protocol):
+    """What a resolved recipe says of its optimizer."""
+
+    @property
+    def optimizer(self) -> str:
+        """One of `OPTIMIZERS`."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """Learning rate, > 0; a schedule may replace it at every step."""
+        ...
+
+    @property
+    def momentum(self) -> float:
+        """Momentum of SGD and LARS, in [0, 1)."""
+        ...
+
+    @property
+    def nesterov(self) -> bool:
+        """Whether that momentum is Nesterov's."""
+        ...
+
+    @property
+    def weight_decay(self) -> float:
+        """Weight decay lambda, >= 0; none of it on norm layers."""
+        ...
+
+    @property
+    def exclude_biases(self) -> bool:
+        """Whether biases of other layers go without decay too; LARS and LAMB leave them out in any case."""
+        ...
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Decay of the moments of Adam, AdamW and LAMB."""
+        ...
+
+    @property
+    def eps(self) -> float:
+        """What those add to the root of the second moment, > 0."""
+        ...
+
+
+def build_optimizer(model: nn.Module, resolved: OptimizerNumbers, *, no_decay: Sequence[str] = ()) -> Optimizer:
+    """The optimizer that a resolved recipe names, with its numbers, and no weight decay on norm layers.
+
+    "sgd" is torch's, form (9); "velocity_sgd" is form (10) with momentum correction, the same updates; "adam" adds
+    lambda w to the gradient, "adamw" and "lamb" decay apart from it. "lars" and "lamb" give norm layers, biases and
+    what `no_decay` names neither decay nor a rate of their own.
 
     Args:
-        model: frozen parameters are left out; a shared parameter comes once, without decay if any of the modules
-            that own it says so.
-        exclude_biases: also leave the biases of other layers without decay. Goyal 2017 excludes only gamma and beta
-            of BN, hence False.
+        model: what is trained.
+        resolved: the numbers; those that the optimizer does not have (betas of SGD) are not looked at.
+        no_decay: glob patterns of further parameters without decay, as of `decay_groups`.
 
     Returns:
-        (decayed, not_decayed), each in the order of `model.parameters()`.
+        The optimizer, with a decayed and an undecayed parameter group (either is left out when empty).
 
-    >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    >>> [len(group) for group in decay_groups(model)]
-    [2, 2]
+    Raises:
+        ConfigError: the optimizer is not known, a number is out of range, a pattern matches nothing, or there is
+            nothing to train.
 
-    Source: Goyal 2017, sec. 5.1.
+    >>> from types import SimpleNamespace
+    >>> numbers = SimpleNamespace(optimizer="adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
+    ...                           exclude_biases=True)
+    >>> optimizer = build_optimizer(nn.Linear(2, 3), numbers)
+    >>> type(optimizer).__name__, [group["weight_decay"] for group in optimizer.param_groups]
+    ('AdamW', [0.1, 0.0])
+
+    Source: Goyal 2017, eq. (8) to (10), remarks 1 and 2; You 2017; You 2019.
     """
-    excluded = set[Tensor]()
-    for module in model.modules():
-        is_norm = isinstance(module, NORM_LAYERS)
-        for name, parameter in module.named_parameters(recurse=False):
-            if is_norm or (exclude_biases and _is_bias(name)):
-                excluded.add(parameter)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [p for p in trained if p not in excluded], [p for p in trained if p in excluded]
+    if resolved.optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer {resolved.optimizer!r} is not known. Use one of: {', '.join(OPTIMIZERS)}.")
+    return OPTIMIZERS[resolved.optimizer](model, resolved, no_decay)
 
 
 def build_sgd(
@@ -76,6 +108,8 @@ def build_sgd(
     nesterov: bool = True,
     weight_decay: float = 1e-4,
     exclude_biases: bool = False,
+    no_decay: Sequence[str] = (),
+    momentum_correction: bool = False,
 ) -> SGD:
     """SGD as Goyal 2017 uses it: momentum form (9), no weight decay on norm layers.
 
@@ -89,12 +123,15 @@ def build_sgd(
         nesterov: use Nesterov's form; needs momentum > 0.
         weight_decay: lambda of the loss term (lambda/2)|w|^2, >= 0.
         exclude_biases: also leave the biases of other layers without decay.
+        no_decay: glob patterns of further parameters without decay, as of `decay_groups`.
+        momentum_correction: True is refused, with the reason.
 
     Returns:
         The optimizer, with a decayed and an undecayed parameter group (either is left out when empty).
 
     Raises:
-        ConfigError: a number is out of range, or there is nothing to train.
+        ConfigError: a number is out of range, a pattern matches nothing, momentum correction is asked for, or there
+            is nothing to train.
 
     >>> optimizer = build_sgd(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), lr=0.1)
     >>> [group["weight_decay"] for group in optimizer.param_groups]
@@ -102,35 +139,106 @@ def build_sgd(
 
     Source: Goyal 2017, eq. (8), (9), remarks 1 and 2, sec. 5.1.
     """
-    if not (lr > 0 and math.isfinite(lr)):
-        raise ConfigError(f"lr is a finite learning rate above 0; got {lr!r}.")
-    if not 0 <= momentum < 1:
-        raise ConfigError(f"momentum is in [0, 1); got {momentum!r}.")
-    if nesterov and momentum == 0:
-        raise ConfigError("nesterov=True needs a momentum above 0; got momentum=0. Set nesterov=False.")
-    if not (weight_decay >= 0 and math.isfinite(weight_decay)):
-        raise ConfigError(f"weight_decay is a finite number of at least 0; got {weight_decay!r}.")
-    decayed, not_decayed = decay_groups(model, exclude_biases=exclude_biases)
-    if not decayed and not not_decayed:
-        num_frozen = sum(1 for _ in model.parameters())
+    if momentum_correction:
         raise ConfigError(
-            f"there is nothing to train: all {num_frozen} parameters of the model are frozen. "
-            f"Set requires_grad=True on those to be trained."
+            "momentum correction would be wrong here: torch's SGD keeps the learning rate outside the velocity "
+            "(Goyal 2017, eq. 9), so that a change of the rate already reaches the whole history, and a factor on top "
+            "would apply it twice. Leave momentum_correction out, or use VelocitySGD, which has the rate inside (eq. "
+            "10) and needs it."
         )
-    groups: list[dict[str, Any]] = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((decayed, weight_decay), (not_decayed, 0.0))
-        if params
-    ]
-    fused = all(_is_plain_cpu(parameter) for parameter in (*decayed, *not_decayed))
+    _check_lr(lr)
+    check_momentum(momentum, nesterov=nesterov)
+    check_weight_decay(weight_decay)
+    groups = _groups(model, weight_decay, exclude_biases=exclude_biases, no_decay=no_decay)
+    fused = all(_is_plain_cpu(parameter) for group in groups for parameter in group["params"])
     optimizer = SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused or None)
     if fused:
         optimizer.register_step_pre_hook(_leave_fused_where_it_is_wrong)
     return optimizer
 
 
-def _is_bias(name: str) -> bool:
-    return name.endswith("bias") or name.startswith("bias_")  # in_proj_bias of attention, bias_ih_l0 of recurrent nets
+def _sgd(model: nn.Module, numbers: OptimizerNumbers, no_decay: Sequence[str]) -> Optimizer:
+    return build_sgd(
+        model,
+        lr=numbers.lr,
+        momentum=numbers.momentum,
+        nesterov=numbers.nesterov,
+        weight_decay=numbers.weight_decay,
+        exclude_biases=numbers.exclude_biases,
+        no_decay=no_decay,
+    )
+
+
+def _velocity_sgd(model: nn.Module, numbers: OptimizerNumbers, no_decay: Sequence[str]) -> Optimizer:
+    groups = _groups(model, numbers.weight_decay, exclude_biases=numbers.exclude_biases, no_decay=no_decay)
+    _check_lr(numbers.lr)
+    return VelocitySGD(groups, lr=numbers.lr, momentum=numbers.momentum, nesterov=numbers.nesterov)
+
+
+def _lars(model: nn.Module, numbers: OptimizerNumbers, no_decay: Sequence[str]) -> Optimizer:
+    groups = _groups(model, numbers.weight_decay, exclude_biases=True, no_decay=no_decay, layerwise=True)
+    _check_lr(numbers.lr)
+    return LARS(groups, lr=numbers.lr, momentum=numbers.momentum, nesterov=numbers.nesterov)
+
+
+def _lamb(model: nn.Module, numbers: OptimizerNumbers, no_decay: Sequence[str]) -> Optimizer:
+    groups = _groups(model, numbers.weight_decay, exclude_biases=True, no_decay=no_decay, layerwise=True)
+    _check_lr(numbers.lr)
+    return LAMB(groups, lr=numbers.lr, betas=numbers.betas, eps=numbers.eps)
+
+
+def _adam(model: nn.Module, numbers: OptimizerNumbers, no_decay: Sequence[str]) -> Optimizer:
+    return _torch_adam(Adam, model, numbers, no_decay)
+
+
+def _adamw(model: nn.Module, numbers: OptimizerNumbers, no_decay: Sequence[str]) -> Optimizer:
+    return _torch_adam(AdamW, model, numbers, no_decay)
+
+
+def _torch_adam(
+    make: type[Adam] | type[AdamW], model: nn.Module, numbers: OptimizerNumbers, no_decay: Sequence[str]
+) -> Optimizer:
+    check_betas(numbers.betas)
+    check_weight_decay(numbers.weight_decay)
+    _check_lr(numbers.lr)
+    if not (numbers.eps > 0 and math.isfinite(numbers.eps)):
+        raise ConfigError(f"eps is a finite number above 0; got {numbers.eps!r}.")
+    groups = _groups(model, numbers.weight_decay, exclude_biases=numbers.exclude_biases, no_decay=no_decay)
+    return make(groups, lr=numbers.lr, betas=numbers.betas, eps=numbers.eps)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerNumbers, Sequence[str]], Optimizer]] = {
+    "sgd": _sgd,
+    "velocity_sgd": _velocity_sgd,
+    "lars": _lars,
+    "lamb": _lamb,
+    "adam": _adam,
+    "adamw": _adamw,
+}
+"""The optimizers a recipe can name."""
+
+
+def _groups(
+    model: nn.Module, weight_decay: float, *, exclude_biases: bool, no_decay: Sequence[str], layerwise: bool = False
+) -> list[dict[str, Any]]:
+    """Parameter groups with and without decay; with `layerwise`, only the first has a rate for each layer."""
+    decayed, not_decayed = decay_groups(model, exclude_biases=exclude_biases, no_decay=no_decay)
+    if not decayed and not not_decayed:
+        num_frozen = sum(1 for _ in model.parameters())
+        raise ConfigError(
+            f"there is nothing to train: all {num_frozen} parameters of the model are frozen. "
+            f"Set requires_grad=True on those to be trained."
+        )
+    first: dict[str, Any] = {"params": decayed, "weight_decay": weight_decay}
+    second: dict[str, Any] = {"params": not_decayed, "weight_decay": 0.0}
+    if layerwise:
+        first["layerwise"], second["layerwise"] = True, False
+    return [group for group in (first, second) if group["params"]]
+
+
+def _check_lr(lr: float) -> None:
+    if not (lr > 0 and math.isfinite(lr)):
+        raise ConfigError(f"lr is a finite learning rate above 0; got {lr!r}.")
 
 
 def _is_plain_cpu(parameter: Tensor) -> bool:
