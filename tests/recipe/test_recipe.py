@@ -87,8 +87,8 @@ def test_every_number_has_a_rule_and_a_source():
     values = [(number.name, number.value) for number in resolved.numbers]
     assert values == [
         ("batch", 8192), ("lr", 3.2), ("warmup_steps", 782), ("num_steps", 14075), ("decay_step_1", 4692),
-        ("decay_step_2", 9384), ("decay_step_3", 12511), ("momentum", 0.9), ("weight_decay", 1e-4),
-        ("loss_divisor", 8192),
+        ("decay_step_2", 9384), ("decay_step_3", 12511), ("optimizer", "sgd"), ("momentum", 0.9),
+        ("weight_decay", 1e-4), ("batchnorm_n", 32), ("loss_divisor", 8192),
     ]  # fmt: skip
     assert all(number.rule and number.source for number in resolved.numbers)
     rows = {number.name: number for number in resolved.numbers}

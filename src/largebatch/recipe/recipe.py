@@ -8,41 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from largebatch.errors import ConfigError
-from largebatch.recipe.scaling import SOURCES, check_rule, scaled_lr
-from largebatch.recipe.schedule import WarmupStepDecay, epochs_to_steps
-from largebatch.records.schema import ResolvedNumber
+from largebatch.recipe.adam_rules import check_adam, check_adam_rule
+from largebatch.recipe.resolve import ResolvedRecipe, check_count, check_rule_for, resolve
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedRecipe:
-    """Every number of one run, each with its reason."""
-
-    batch: int
-    """Units in one optimizer step."""
-    units_per_epoch: int
-    """Units in one pass over the data."""
-    lr: float
-    """Peak learning rate: the rate once the warmup is over."""
-    num_steps: int
-    """Optimizer steps in the run: the whole number nearest to epochs * units_per_epoch / batch."""
-    warmup_steps: int
-    """Optimizer steps of gradual warmup; 0 is none."""
-    schedule: WarmupStepDecay
-    """The learning rate of every step."""
-    momentum: float
-    """Momentum of SGD, in [0, 1)."""
-    nesterov: bool
-    """Whether the momentum is Nesterov's."""
-    weight_decay: float
-    """Weight decay lambda, none of it on norm layers."""
-    numbers: tuple[ResolvedNumber, ...]
-    """Each number with its rule and source, for the record and the report."""
-
-    def steps_at(self, epochs: float) -> int:
-        """Optimizer steps taken when `epochs` passes are over, rounded as every length of the recipe is."""
-        return epochs_to_steps(epochs, batch=self.batch, units_per_epoch=self.units_per_epoch)
+WarmupName = Literal["gradual", "constant", "none"]
+ScheduleName = Literal["step", "cosine", "linear", "wsd"]
+OptimizerName = Literal["sgd", "velocity_sgd", "lars", "lamb", "adam", "adamw"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +27,12 @@ class Recipe:
     >>> resolved = recipe.resolve(512, 60_000)
     >>> resolved.lr, resolved.num_steps, resolved.warmup_steps
     (0.16, 1172, 586)
+    >>> adam = Recipe(reference_batch=64, reference_lr=1e-3, optimizer="adamw", betas=(0.9, 0.99), scaling="sqrt")
+    >>> resolved = adam.resolve(256, 60_000)
+    >>> resolved.lr, [round(beta, 12) for beta in resolved.betas], resolved.eps
+    (0.002, [0.6, 0.96], 5e-09)
 
-    Source: Goyal 2017, sec. 2.1, 2.2, 5.1.
+    Source: Goyal 2017, sec. 2.1, 2.2, 5.1; Malladi 2022 for Adam.
     """
 
     reference_batch: int
@@ -63,40 +41,83 @@ class Recipe:
     """Learning rate tuned at `reference_batch`, > 0."""
     epochs: int = 10
     """Passes over the data, the same for every batch, >= 1."""
+    warmup: WarmupName = "gradual"
+    """How the rate gets from `reference_lr` to its peak: "gradual", "constant" (one jump) or "none"."""
     warmup_epochs: float = 5.0
-    """Epochs of gradual warmup, used only where the batch is above `reference_batch`; 0 is none; below `epochs`."""
+    """Epochs of warmup, used only where the batch is above `reference_batch`; 0 is none; below `epochs`."""
+    schedule: ScheduleName = "step"
+    """Shape after the warmup: "step" (counted from epoch 0), "cosine", "linear" or "wsd" (warmup-stable-decay)."""
     decay_epochs: tuple[float, ...] = ()
-    """Epochs, counted from 0 and increasing, after which the rate is multiplied by `decay_factor`."""
+    """Epochs, counted from 0 and increasing, after which "step" multiplies the rate by `decay_factor`."""
     decay_factor: float = 0.1
-    """What each decay multiplies the rate by, in (0, 1]."""
+    """What each decay of "step" multiplies the rate by, in (0, 1]."""
+    decay_fraction: float = 0.1
+    """Last part of the run over which "wsd" decays, in (0, 1]."""
+    end_factor: float = 0.0
+    """Rate at the end of "cosine", "linear" and "wsd", as a part of the peak, in [0, 1]."""
+    optimizer: OptimizerName = "sgd"
+    """"sgd" (Goyal 2017, eq. 9), "velocity_sgd" (eq. 10, with momentum correction), "lars", "lamb", "adam", "adamw"."""
     momentum: float = 0.9
-    """Momentum of SGD, in [0, 1), the same for every batch."""
+    """Momentum of SGD and LARS, in [0, 1), the same for every batch."""
     nesterov: bool = True
-    """Whether the momentum is Nesterov's."""
+    """Whether the momentum of SGD is Nesterov's."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decays a step of the two moments of Adam and LAMB at `reference_batch`, each in [0, 1)."""
+    eps: float = 1e-8
+    """Epsilon of Adam and LAMB at `reference_batch`, > 0."""
+    adam_rule: str = "malladi"
+    """The rule that scales Adam's betas and epsilon: "malladi", "marek" or "none". LAMB's stay."""
     weight_decay: float = 1e-4
     """Weight decay lambda, >= 0, the same for every batch; none of it on norm layers."""
+    exclude_biases: bool = False
+    """Whether the biases of other layers are left without weight decay too."""
     scaling: str = "linear"
-    """The rule that scales the learning rate: "linear", "sqrt" or "none"."""
+    """The rule that scales the learning rate: "linear", "sqrt", "none", "noise" or "surge"."""
+    shown_up_to: int | None = None
+    """The largest batch for which this was shown to keep the accuracy; None is not known."""
+    batchnorm_n: int | None = None
+    """Examples over which batch norm takes its statistics, whatever the batch (Goyal's n); None says nothing of it."""
 
     def __post_init__(self) -> None:
-        _check_count("reference_batch", self.reference_batch)
-        _check_count("epochs", self.epochs)
-        check_rule(self.scaling)
+        check_count("reference_batch", self.reference_batch)
+        check_count("epochs", self.epochs)
+        for name, kind in (("warmup", WarmupName), ("schedule", ScheduleName), ("optimizer", OptimizerName)):
+            _check_known(name, getattr(self, name), get_args(kind))
+        check_rule_for(self.scaling, self.optimizer)
         if not (self.reference_lr > 0 and math.isfinite(self.reference_lr)):
             raise ConfigError(f"reference_lr is a finite learning rate above 0; got {self.reference_lr!r}.")
+        self._check_lengths()
+        self._check_optimizer()
+        if self.shown_up_to is not None:
+            check_count("shown_up_to", self.shown_up_to)
+        if self.batchnorm_n is not None:
+            check_count("batchnorm_n", self.batchnorm_n)
+            if self.batchnorm_n > self.reference_batch:
+                raise ConfigError(
+                    f"batch norm over batchnorm_n={self.batchnorm_n} examples does not fit into the reference batch "
+                    f"of {self.reference_batch}. Use the n that the baseline was tuned with."
+                )
+
+    def _check_lengths(self) -> None:
         if not self.warmup_epochs >= 0:
             raise ConfigError(f"warmup_epochs is at least 0; got {self.warmup_epochs!r}.")
-        if self.warmup_epochs >= self.epochs:
+        warmup_epochs = 0.0 if self.warmup == "none" else self.warmup_epochs
+        if warmup_epochs >= self.epochs:
             raise ConfigError(
-                f"a warmup of {self.warmup_epochs:g} epochs does not end within the run of {self.epochs} epochs: "
+                f"a warmup of {warmup_epochs:g} epochs does not end within the run of {self.epochs} epochs: "
                 f"the target learning rate would never be used. Use warmup_epochs below {self.epochs}, or more epochs."
             )
         if any(later <= earlier for earlier, later in zip(self.decay_epochs, self.decay_epochs[1:], strict=False)):
             raise ConfigError(f"decay_epochs must increase; got {self.decay_epochs}.")
-        if self.decay_epochs and not self.warmup_epochs <= self.decay_epochs[0]:
+        if self.decay_epochs and self.schedule != "step":
+            raise ConfigError(
+                f"decay_epochs belong to schedule='step'; got {self.decay_epochs} with {self.schedule!r}. Leave them "
+                f"out."
+            )
+        if self.decay_epochs and not warmup_epochs <= self.decay_epochs[0]:
             raise ConfigError(
                 f"the first decay, after epoch {self.decay_epochs[0]:g}, lies inside the warmup of "
-                f"{self.warmup_epochs:g} epochs. Decay later or shorten warmup_epochs."
+                f"{warmup_epochs:g} epochs. Decay later or shorten warmup_epochs."
             )
         if self.decay_epochs and not self.decay_epochs[-1] < self.epochs:
             raise ConfigError(
@@ -105,134 +126,85 @@ class Recipe:
             )
         if not 0 < self.decay_factor <= 1:
             raise ConfigError(f"decay_factor is in (0, 1]; got {self.decay_factor!r}.")
+        if not 0 < self.decay_fraction <= 1:
+            raise ConfigError(f"decay_fraction is in (0, 1]; got {self.decay_fraction!r}.")
+        if self.schedule == "wsd" and warmup_epochs + self.decay_fraction * self.epochs > self.epochs:
+            raise ConfigError(
+                f"the decay, over the last {self.decay_fraction:g} of {self.epochs} epochs, begins inside the warmup "
+                f"of {warmup_epochs:g} epochs. Lower decay_fraction or shorten warmup_epochs."
+            )
+        if not 0 <= self.end_factor <= 1:
+            raise ConfigError(f"end_factor is in [0, 1]; got {self.end_factor!r}.")
+        if self.end_factor and self.schedule == "step":
+            raise ConfigError(
+                f"schedule='step' ends where its decays lead; got end_factor={self.end_factor:g}. Leave it out, or "
+                f"use another schedule."
+            )
+
+    def _check_optimizer(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum is in [0, 1); got {self.momentum!r}.")
-        if self.nesterov and self.momentum == 0:
+        if self.optimizer in ("sgd", "velocity_sgd") and self.nesterov and self.momentum == 0:
             raise ConfigError("nesterov=True needs a momentum above 0; got momentum=0. Set nesterov=False.")
+        if self.optimizer == "lars" and self.nesterov:
+            raise ConfigError("LARS has plain momentum (You 2017, Algorithm 1); got nesterov=True. Set nesterov=False.")
+        check_adam(self.betas, self.eps)
+        check_adam_rule(self.adam_rule)
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
             raise ConfigError(f"weight_decay is a finite number of at least 0; got {self.weight_decay!r}.")
 
     def resolve(
-        self, batch: int, units_per_epoch: int, lr: float | None = None, rule: str | None = None
+        self,
+        batch: int,
+        units_per_epoch: int,
+        lr: float | None = None,
+        rule: str | None = None,
+        *,
+        b_simple: float | None = None,
+        b_crit: float | None = None,
+        world_size: int = 1,
+        accumulation: int | None = None,
     ) -> ResolvedRecipe:
         """Every number of a run at `batch`, each with its rule and source.
 
-        The learning rate scales with the batch; epochs, momentum, weight decay and decay epochs stay. The warmup
-        climbs from `reference_lr` and is left out where there is nothing to climb: at a batch up to
-        `reference_batch`, or at a learning rate up to `reference_lr`.
+        The learning rate scales with the batch, and Adam's betas and epsilon by their own rule; epochs, momentum,
+        weight decay, decay epochs and the n of batch norm stay. The warmup climbs from `reference_lr` and is left
+        out where there is nothing to climb: at a batch up to `reference_batch`, or at a learning rate up to
+        `reference_lr`.
 
         Args:
             batch: units in one optimizer step, 1 to `units_per_epoch`.
             units_per_epoch: units in one pass over the data.
             lr: peak learning rate chosen elsewhere, > 0; None scales `reference_lr`.
             rule: without `lr`, the scaling rule in place of `scaling`; with it, the name of what chose `lr`.
+            b_simple: measured noise scale in the unit of `batch`, >= 0; the rule "noise" needs it.
+            b_crit: measured critical batch in the unit of `batch`, > 0; the rule "surge" peaks there.
+            world_size: workers that share the batch evenly, >= 1.
+            accumulation: microbatches per worker per step, >= 1; None is 1.
 
         Returns:
-            The resolved recipe.
+            The resolved recipe; what is doubtful about it is in its `warnings`.
 
         Raises:
-            ConfigError: the batch is larger than the data, the rule is not known, or a number is out of range.
+            ConfigError: the batch is larger than the data, or is not divided by workers, accumulation and
+                `batchnorm_n` (the sentence names the nearest that are); the rule is not known, or does not fit the
+                optimizer; it needs a measurement that is not given; a beta leaves (0, 1); or a number is out of range.
 
-        Source: Goyal 2017, sec. 2.1 (all other hyper-parameters unchanged), 2.2, 5.1.
+        Source: Goyal 2017, sec. 2.1 (all other hyper-parameters unchanged), 2.2, 2.3, 5.1.
         """
-        _check_count("batch", batch)
-        _check_count("units_per_epoch", units_per_epoch)
-        if batch > units_per_epoch:
-            raise ConfigError(
-                f"a batch of {batch} is larger than the data, which has {units_per_epoch}. "
-                f"Use a batch of at most {units_per_epoch}."
-            )
-        if lr is None:
-            rule = check_rule(rule or self.scaling)
-            lr = scaled_lr(rule, self.reference_lr, self.reference_batch, batch)
-            lr_rule = f"{rule}: {self.reference_lr:g} at {self.reference_batch}, times {batch / self.reference_batch:g}"
-            lr_source = SOURCES[rule]
-        else:
-            lr_rule, lr_source = rule or "given", "the caller"
-        warm = batch > self.reference_batch and lr > self.reference_lr
-        warmup_steps = epochs_to_steps(self.warmup_epochs, batch=batch, units_per_epoch=units_per_epoch) if warm else 0
-        schedule = WarmupStepDecay(
-            start_lr=self.reference_lr if warmup_steps else lr,
-            peak_lr=lr,
-            warmup_steps=warmup_steps,
-            decay_steps=tuple(
-                epochs_to_steps(epoch, batch=batch, units_per_epoch=units_per_epoch) for epoch in self.decay_epochs
-            ),
-            decay_factor=self.decay_factor,
-        )
-        num_steps = epochs_to_steps(self.epochs, batch=batch, units_per_epoch=units_per_epoch)
-        return ResolvedRecipe(
-            batch=batch,
-            units_per_epoch=units_per_epoch,
-            lr=lr,
-            num_steps=num_steps,
-            warmup_steps=warmup_steps,
-            schedule=schedule,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            weight_decay=self.weight_decay,
-            numbers=self._explain(batch, units_per_epoch, num_steps, schedule, lr_rule, lr_source),
-        )
+        return resolve(
+            self, batch, units_per_epoch, lr, rule, b_simple=b_simple, b_crit=b_crit, world_size=world_size,
+            accumulation=1 if accumulation is None else accumulation,
+        )  # fmt: skip
 
-    def _explain(
-        self,
-        batch: int,
-        units_per_epoch: int,
-        num_steps: int,
-        schedule: WarmupStepDecay,
-        lr_rule: str,
-        lr_source: str,
-    ) -> tuple[ResolvedNumber, ...]:
-        epoch = f"{units_per_epoch / batch:.2f} steps an epoch"
-        if schedule.warmup_steps:
-            increment = (schedule.peak_lr - schedule.start_lr) / schedule.warmup_steps
-            warmup = (
-                f"gradual over {self.warmup_epochs:g} epochs, from {schedule.start_lr:g}, adding {increment:.4g} a step"
-            )
-        elif self.warmup_epochs == 0:
-            warmup = "none asked for"
-        elif batch <= self.reference_batch:
-            warmup = f"none at a batch up to the reference of {self.reference_batch}"
-        else:
-            warmup = f"none, since the rate does not rise above the reference of {self.reference_lr:g}"
-        rows: list[tuple[str, float | int | str, str, str]] = [
-            ("batch", batch, f"{batch / self.reference_batch:g} times the reference batch", "the caller"),
-            ("lr", schedule.peak_lr, lr_rule, lr_source),
-            ("warmup_steps", schedule.warmup_steps, warmup, "Goyal 2017, sec. 2.2"),
-            ("num_steps", num_steps, f"{self.epochs} epochs at any batch, {epoch}", "Goyal 2017, sec. 2.1, 5.1"),
-        ]
-        for number, (after, step) in enumerate(zip(self.decay_epochs, schedule.decay_steps, strict=True), start=1):
-            rule = f"lr times {self.decay_factor:g} after epoch {after:g}, counted from 0 with the warmup in it"
-            rows.append((f"decay_step_{number}", step, rule, "Goyal 2017, sec. 2.2, 5.1"))
-        form = "Nesterov" if self.nesterov else "plain"
-        rows += [
-            (
-                "momentum",
-                self.momentum,
-                f"{form}, unchanged; lr stays outside the velocity",
-                "Goyal 2017, eq. (9)",
-            ),
-            ("weight_decay", self.weight_decay, "unchanged; none on norm layers", "Goyal 2017, remark 1, sec. 5.1"),
-            ("loss_divisor", batch, "every loss sum is divided by the whole batch", "Goyal 2017, remark 3"),
-        ]
-        return tuple(ResolvedNumber(name=name, value=value, rule=rule, source=src) for name, value, rule, src in rows)
+
+def _check_known(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} {value!r} is not known. Use one of: {', '.join(known)}.")
 
 
 def goyal2017_resnet50() -> Recipe:
-    """The recipe that trained ResNet-50 on ImageNet in one hour.
+    """The recipe that trained ResNet-50 on ImageNet in one hour: `recipes.goyal2017_resnet50`, under its old name."""
+    from largebatch.recipe import recipes
 
-    Returns:
-        Reference batch 256 at 0.1, 90 epochs, 5 of warmup, a tenth after epochs 30, 60 and 80.
-
-    >>> resolved = goyal2017_resnet50().resolve(8192, 1_281_167)
-    >>> resolved.lr, resolved.warmup_steps, resolved.num_steps
-    (3.2, 782, 14075)
-
-    Source: Goyal 2017, sec. 5.1.
-    """
-    return Recipe(reference_batch=256, reference_lr=0.1, epochs=90, decay_epochs=(30.0, 60.0, 80.0))
-
-
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is a whole number of at least 1; got {value!r}.")
+    return recipes.goyal2017_resnet50()

@@ -1,7 +1,7 @@
 """Which learning rate goes with which batch?
 
-Pure functions of numbers. The scaling rules answer from the batch alone; the noise-scale rule needs a
-measured `b_simple`.
+Pure functions of numbers. The first three rules answer from the batch alone; the noise-scale rule needs a measured
+`b_simple`, the surge rule a measured critical batch.
 """
 
 from __future__ import annotations
@@ -70,40 +70,84 @@ def none(reference_lr: float, reference_batch: int, batch: int) -> float:
 
 
 RULES: dict[str, ScalingRule] = {"linear": linear, "sqrt": sqrt, "none": none}
-"""The rules a recipe can name."""
+"""The rules that ask for nothing but the batch."""
+
+MEASURED_RULES = ("noise", "surge")
+"""The rules that ask for a measured noise scale or critical batch as well."""
 
 SOURCES: dict[str, str] = {
     "linear": "Goyal 2017, sec. 2.1",
     "sqrt": "Krizhevsky 2014; Goyal 2017, Table 2a",
     "none": "Goyal 2017, Table 2a",
+    "noise": "McCandlish 2018, eq. (2.6)",
+    "surge": "Li 2024, surge phenomenon",
 }
 """Where each rule comes from."""
 
+SHOWN_FOR: dict[str, tuple[str, ...]] = {
+    "linear": ("sgd", "velocity_sgd", "lars"),
+    "sqrt": ("adam", "adamw", "lamb"),
+    "noise": ("sgd", "velocity_sgd"),
+    "surge": ("adam", "adamw"),
+}
+"""The optimizers that each rule was derived or shown for: Goyal 2017 (linear), You 2017 (linear, LARS), Malladi 2022
+(sqrt, Adam), You 2020 (sqrt, LAMB), McCandlish 2018 (noise), Li 2024 (surge)."""
 
-def scaled_lr(rule: str, reference_lr: float, reference_batch: int, batch: int) -> float:
+
+def scaled_lr(
+    rule: str,
+    reference_lr: float,
+    reference_batch: int,
+    batch: int,
+    *,
+    b_simple: float | None = None,
+    b_crit: float | None = None,
+) -> float:
     """Learning rate at `batch` by the rule of that name.
 
     Args:
-        rule: one of `RULES`.
+        rule: one of `RULES` or `MEASURED_RULES`.
         reference_lr, reference_batch, batch: as `linear`.
+        b_simple: measured noise scale in the unit of `batch`; the rule "noise" needs it.
+        b_crit: measured critical batch in the unit of `batch`; the rule "surge" peaks there, and at `b_simple` where
+            `b_crit` is not known.
 
     Returns:
         The rate at `batch`.
 
     Raises:
-        ConfigError: the rule is not known (the sentence names those that are), or a number is out of its range.
+        ConfigError: the rule is not known (the sentence names those that are), what it needs was not measured, or a
+            number is out of its range.
 
     >>> scaled_lr("linear", 0.02, 64, 512)
     0.16
+    >>> scaled_lr("noise", 0.1, 64, 128, b_simple=64)  # half of eps_max = 0.2 at 64, two thirds of it at 128
+    0.13333333333333333
     """
-    return RULES[check_rule(rule)](reference_lr, reference_batch, batch)
+    if check_rule(rule) in RULES:
+        return RULES[rule](reference_lr, reference_batch, batch)
+    _check(reference_batch=reference_batch, batch=batch, reference_lr=reference_lr)
+    if rule == "noise":
+        if b_simple is None:
+            raise ConfigError(
+                "learning-rate rule 'noise' needs a measured noise scale; got b_simple=None. "
+                "Measure it (NoiseScaleMonitor) and give b_simple=, or use another rule."
+            )
+        return noise_scale_lr(eps_max_from(reference_lr, b_simple, reference_batch), b_simple, batch)
+    b_noise = b_simple if b_crit is None else b_crit
+    if b_noise is None:
+        raise ConfigError(
+            "learning-rate rule 'surge' needs the batch at which the rate peaks; got b_crit=None and b_simple=None. "
+            "Give the measured critical batch as b_crit=, or use another rule."
+        )
+    return surge_lr(reference_lr / surge_lr(1.0, b_noise, reference_batch), b_noise, batch)
 
 
 def check_rule(rule: str) -> str:
     """Return `rule` if it is the name of a scaling rule, else raise ConfigError."""
-    if rule not in RULES:
+    if rule not in RULES and rule not in MEASURED_RULES:
         raise ConfigError(
-            f"learning-rate rule {rule!r} is not known. Use one of: {', '.join(RULES)}; "
+            f"learning-rate rule {rule!r} is not known. Use one of: {', '.join((*RULES, *MEASURED_RULES))}; "
             f"or give the learning rate itself with the name of the rule that chose it."
         )
     return rule
@@ -159,6 +203,35 @@ def eps_max_from(lr: float, b_simple: float, batch: int) -> float:
     _check(batch=batch, lr=lr)
     _check_noise_scale(b_simple)
     return lr * (1.0 + b_simple / batch)
+
+
+def surge_lr(eps_max: float, b_noise: float, batch: int) -> float:
+    """Learning rate that makes the most of one step of an optimizer that follows the gradient's sign, such as Adam.
+
+    As the square root of the batch far below `b_noise`, largest there, and falling beyond: past it a larger batch
+    asks for a smaller rate. Assumes a loss that is quadratic over one step, noise that is normal and large in each
+    coordinate (batch far below sigma_i^2 / mu_i^2), and Adam near to sign descent; the flat end that the source
+    derives for still larger batches is left out.
+
+    Args:
+        eps_max: the rate at its peak, > 0.
+        b_noise: the batch at the peak, where examples and steps trade evenly (the critical batch), > 0.
+        batch: units in a step, >= 1.
+
+    Returns:
+        2 eps_max / (sqrt(b_noise / batch) + sqrt(batch / b_noise)).
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    >>> [round(surge_lr(1.0, 1000.0, batch), 3) for batch in (100, 250, 1000, 4000, 10_000)]
+    [0.575, 0.8, 1.0, 0.8, 0.575]
+
+    Source: Li 2024, "Surge phenomenon in optimal learning rate and batch size scaling".
+    """
+    _check(batch=batch, eps_max=eps_max, b_noise=b_noise)
+    ratio = math.sqrt(batch / b_noise)
+    return 2.0 * eps_max / (ratio + 1.0 / ratio)
 
 
 def _check(**numbers: float) -> None:
