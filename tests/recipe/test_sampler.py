@@ -5,12 +5,16 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
 from largebatch.errors import ConfigError
-from largebatch.recipe.sampler import ShuffledStream, draws, rank_slice
+from largebatch.recipe.sampler import ShuffledStream, draws, eval_share, rank_slice
 from oracles.recipe_shuffle import draw, permutation, splitmix64
+from workers import on_workers
 
 
 def test_the_oracle_is_splitmix64():
@@ -187,3 +191,36 @@ def test_what_cannot_be_dealt_out_is_refused_with_its_values(call, words: str):
     with pytest.raises(ConfigError) as error:
         call()
     assert words in str(error.value)
+
+
+@given(num_examples=st.integers(0, 60), world_size=st.integers(1, 9))
+def test_every_example_is_evaluated_once_by_one_worker(num_examples: int, world_size: int):
+    shares = [eval_share(num_examples, rank, world_size) for rank in range(world_size)]
+    assert sorted(itertools.chain(*shares)) == list(range(num_examples))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def evaluate(rank: int, num_examples: int) -> tuple[int, float]:
+    """A mean over the data: sums and counts added up after a loop that holds no collective."""
+    losses = torch.arange(num_examples, dtype=torch.float64) ** 2
+    loader = DataLoader(
+        TensorDataset(losses), batch_size=2, sampler=eval_share(num_examples, rank, dist.get_world_size())
+    )
+    sums = torch.zeros(2, dtype=torch.float64)
+    for (batch,) in loader:
+        sums += torch.tensor([batch.sum(), len(batch)])
+    dist.all_reduce(sums)
+    return int(sums[1]), float(sums[0] / sums[1])
+
+
+@pytest.mark.parametrize("num_examples", [3, 10])
+def test_the_mean_over_workers_of_unequal_shares_is_the_mean_over_the_data(num_examples: int):
+    # 4 workers: shares of 3, 3, 2 and 2, and of 1, 1, 1 and none.
+    expected = sum(index**2 for index in range(num_examples)) / num_examples
+    assert on_workers(4, evaluate, num_examples) == [(num_examples, expected)] * 4
+
+
+@pytest.mark.parametrize(("rank", "num_examples", "words"), [(2, 5, "no worker 2 among 2"), (0, -1, "no data of -1")])
+def test_a_share_that_does_not_exist_is_refused(rank: int, num_examples: int, words: str):
+    with pytest.raises(ConfigError, match=words):
+        eval_share(num_examples, rank, 2)

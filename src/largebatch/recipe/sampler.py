@@ -112,8 +112,7 @@ def rank_slice(start: int, batch: int, rank: int, world_size: int) -> tuple[int,
 
     Source: Goyal 2017, remark 4.
     """
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ConfigError(f"there is no worker {rank} among {world_size}: rank is 0 to world_size - 1.")
+    _check_worker(rank, world_size)
     if batch < 1:
         raise ConfigError(f"a batch has at least 1 example; got {batch}.")
     local_batch, rest = divmod(batch, world_size)
@@ -124,6 +123,34 @@ def rank_slice(start: int, batch: int, rank: int, world_size: int) -> tuple[int,
             f"The nearest that can: {' or '.join(nearest)}."
         )
     return start + rank * local_batch, local_batch
+
+
+def eval_share(num_examples: int, rank: int, world_size: int) -> range:
+    """The examples that one worker evaluates: each of the data on exactly one worker, none twice.
+
+    Give it to a DataLoader as `sampler`. Shares differ by one example at most, so workers may have unequal numbers of
+    batches, or none: add up sums and counts over the workers after the loop, never means, and no collective within it.
+
+    Args:
+        num_examples: examples in the data, >= 0.
+        rank: this worker, 0 to world_size - 1.
+        world_size: number of workers, >= 1.
+
+    Returns:
+        Indices into the data, every `world_size`-th from `rank`.
+
+    Raises:
+        ConfigError: there is no such worker, or a negative number of examples.
+
+    >>> [list(eval_share(7, rank, 3)) for rank in range(3)]
+    [[0, 3, 6], [1, 4], [2, 5]]
+
+    Source: torch's DistributedSampler pads by repeating examples instead, which counts them twice.
+    """
+    _check_worker(rank, world_size)
+    if num_examples < 0:
+        raise ConfigError(f"there is no data of {num_examples} examples to evaluate.")
+    return range(rank, num_examples, world_size)
 
 
 def draws(
@@ -170,6 +197,11 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
     bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
     bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
     return bits ^ (bits >> np.uint64(31))
+
+
+def _check_worker(rank: int, world_size: int) -> None:
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ConfigError(f"there is no worker {rank} among {world_size}: rank is 0 to world_size - 1.")
 
 
 def _check_seed(seed: int) -> int:
