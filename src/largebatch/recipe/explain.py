@@ -22,7 +22,7 @@ OPTIMIZERS = {
         "Goyal 2017, eq. (10), remark 2",
     ),
     "lars": ("a rate for every layer, by the norms of weights and gradient", "You 2017, Algorithm 1"),
-    "lamb": ("a rate for every layer, by the norms of weights and Adam's update", "You 2020, Algorithm 2"),
+    "lamb": ("a rate for every layer, by the norms of weights and Adam's update", "You 2019, Algorithm 2"),
     "adam": ("weight decay goes through the moments", "Kingma 2015, Algorithm 1"),
     "adamw": ("weight decay beside the moments, times the learning rate", "Loshchilov 2019, Algorithm 2"),
 }
@@ -55,7 +55,8 @@ def explain(recipe: Recipe, resolved: ResolvedRecipe, lr_rule: str, lr_source: s
         ("optimizer", resolved.optimizer, *OPTIMIZERS[resolved.optimizer]),
         *_optimizer_rows(recipe, resolved),
     ]
-    none_on = "norm layers and biases" if resolved.exclude_biases else "norm layers"
+    biases = resolved.exclude_biases or resolved.optimizer in ("lars", "lamb")
+    none_on = "norm layers and biases" if biases else "norm layers"
     rows.append(
         ("weight_decay", resolved.weight_decay, f"unchanged; none on {none_on}", "Goyal 2017, remark 1, sec. 5.1")
     )
@@ -178,7 +179,7 @@ def _optimizer_rows(recipe: Recipe, resolved: ResolvedRecipe) -> list[Row]:
     tuned1, tuned2 = recipe.betas
     same = "unchanged"
     if resolved.optimizer == "lamb" or recipe.adam_rule == "none":
-        source = "You 2020" if resolved.optimizer == "lamb" else ADAM_SOURCES["none"]
+        source = "You 2019" if resolved.optimizer == "lamb" else ADAM_SOURCES["none"]
         rules = (same, same, same)
     elif recipe.adam_rule == "marek":
         source = ADAM_SOURCES["marek"]

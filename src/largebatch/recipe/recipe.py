@@ -60,7 +60,7 @@ class Recipe:
     momentum: float = 0.9
     """Momentum of SGD and LARS, in [0, 1), the same for every batch."""
     nesterov: bool = True
-    """Whether the momentum of SGD is Nesterov's."""
+    """Whether the momentum of SGD and LARS is Nesterov's (You 2017 has plain momentum in LARS)."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decays a step of the two moments of Adam and LAMB at `reference_batch`, each in [0, 1)."""
     eps: float = 1e-8
@@ -70,7 +70,7 @@ class Recipe:
     weight_decay: float = 1e-4
     """Weight decay lambda, >= 0, the same for every batch; none of it on norm layers."""
     exclude_biases: bool = False
-    """Whether the biases of other layers are left without weight decay too."""
+    """Whether the biases of other layers are left without weight decay too; LARS and LAMB do so in any case."""
     scaling: str = "linear"
     """The rule that scales the learning rate: "linear", "sqrt", "none", "noise" or "surge"."""
     shown_up_to: int | None = None
@@ -144,10 +144,8 @@ class Recipe:
     def _check_optimizer(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum is in [0, 1); got {self.momentum!r}.")
-        if self.optimizer in ("sgd", "velocity_sgd") and self.nesterov and self.momentum == 0:
+        if self.optimizer in ("sgd", "velocity_sgd", "lars") and self.nesterov and self.momentum == 0:
             raise ConfigError("nesterov=True needs a momentum above 0; got momentum=0. Set nesterov=False.")
-        if self.optimizer == "lars" and self.nesterov:
-            raise ConfigError("LARS has plain momentum (You 2017, Algorithm 1); got nesterov=True. Set nesterov=False.")
         check_adam(self.betas, self.eps)
         check_adam_rule(self.adam_rule)
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):

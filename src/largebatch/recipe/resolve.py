@@ -45,7 +45,7 @@ class ResolvedRecipe:
     momentum: float
     """Momentum of SGD and LARS, in [0, 1)."""
     nesterov: bool
-    """Whether the momentum of SGD is Nesterov's."""
+    """Whether the momentum of SGD and LARS is Nesterov's."""
     betas: tuple[float, float]
     """Decays a step of the two moments of Adam and LAMB."""
     eps: float
@@ -53,7 +53,7 @@ class ResolvedRecipe:
     weight_decay: float
     """Weight decay lambda, none of it on norm layers."""
     exclude_biases: bool
-    """Whether the biases of other layers are left without weight decay too."""
+    """Whether the biases of other layers are left without weight decay too; LARS and LAMB do so in any case."""
     batchnorm_n: int | None
     """Examples over which batch norm takes its statistics; None says nothing of it."""
     warnings: tuple[str, ...]

@@ -91,7 +91,7 @@ SHOWN_FOR: dict[str, tuple[str, ...]] = {
     "surge": ("adam", "adamw"),
 }
 """The optimizers that each rule was derived or shown for: Goyal 2017 (linear), You 2017 (linear, LARS), Malladi 2022
-(sqrt, Adam), You 2020 (sqrt, LAMB), McCandlish 2018 (noise), Li 2024 (surge)."""
+(sqrt, Adam), You 2019 (sqrt, LAMB), McCandlish 2018 (noise), Li 2024 (surge)."""
 
 
 def scaled_lr(
