@@ -1,0 +1,344 @@
+"""How is Goyal 2017 tried at a reduced scale? Settings in, trainings of five seeds out, each kept in one line of JSON.
+
+Real data, a stand-in under its own name: 12,000 training pictures of Fashion-MNIST and all 10,000 test pictures, the
+residual net of _goyal_net.py, 8 epochs at every batch. The rate was tuned at the reference batch of 16 alone
+(goyal_sweep.py); every number of another batch comes from `Recipe.resolve`. A run's error is the median of its last 3
+epochs, the last 2 of them after the last decay (the paper: 5 of 90).
+
+runs/goyal_*.py each answer one question. A finished training is one line of runs/NAME/trainings.jsonl: a run that was
+killed goes on where it stopped, and a training that two questions share is done once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from statistics import fmean, median, stdev
+from typing import Any
+
+import numpy as np
+import torch
+from _goyal_net import MOMENTUM, ResidualNet, move_statistics_by, recompute_statistics
+from _record import ROOT
+from _result import record_result
+from scipy import stats
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, Optimizer
+
+from largebatch.recipe.loss import normalise
+from largebatch.recipe.momentum import VelocitySGD
+from largebatch.recipe.optimizer import build_sgd
+from largebatch.recipe.recipe import Recipe, ResolvedRecipe
+from largebatch.recipe.sampler import ShuffledStream
+from largebatch.tasks import fashion_mnist
+
+SEEDS = (0, 1, 2, 3, 4)
+REFERENCE_BATCH = BN_N = 16
+"""One worker of n = 16: k is the batch over 16."""
+NUM_TRAIN, EPOCHS, WARMUP_EPOCHS, DECAY_EPOCHS, WEIGHT_DECAY = 12_000, 8, 2.0, (4.0, 6.0), 5e-4
+LAST_EPOCHS = 3
+AT_ONCE = 256
+"""Pictures in one forward, where BN's n is no larger."""
+NUM_STATISTICS = 2048
+"""Training pictures from which BN's statistics are recomputed."""
+PROTOCOL = {
+    "data": "fashion-mnist", "num_train": NUM_TRAIN, "num_test": 10_000, "epochs": EPOCHS,
+    "warmup_epochs": WARMUP_EPOCHS, "decay_epochs": DECAY_EPOCHS, "weight_decay": WEIGHT_DECAY, "momentum": 0.9,
+    "nesterov": True, "reference_batch": REFERENCE_BATCH, "seeds": SEEDS, "last_epochs": LAST_EPOCHS,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What tells one training from another."""
+
+    batch: int = REFERENCE_BATCH
+    reference_lr: float
+    rule: str = "linear"
+    """Scaling rule of the learning rate."""
+    warmup: str = "gradual"
+    """gradual, constant (at the reference rate, then a jump) or none."""
+    gamma: float = 0.0
+    """What the last norm of every block starts at."""
+    bn_n: int = BN_N
+    """Examples whose statistics BN shares."""
+    flaw: str = ""
+    """Which remark of the paper is broken: decay_norms, cancelled_k, uncorrected, local_n, overlap, same_shuffle."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but batch and rate differs from the recipe."""
+        return self == Setting(batch=self.batch, reference_lr=self.reference_lr)
+
+
+@cache
+def pictures() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training and test pictures as 4 channels of 14x14, and their labels."""
+    task = fashion_mnist.load(ROOT / "data" / "fashion-mnist")
+    (train, labels), (test, test_labels) = task.train.tensors, task.held_out.tensors
+    folded = [functional.pixel_unshuffle(images, 2).contiguous() for images in (train[:NUM_TRAIN], test)]
+    return folded[0], labels[:NUM_TRAIN], folded[1], test_labels
+
+
+def resolved(setting: Setting) -> ResolvedRecipe:
+    """Every number of a training, by the recipe alone."""
+    recipe = Recipe(
+        reference_batch=REFERENCE_BATCH, reference_lr=setting.reference_lr, epochs=EPOCHS, decay_epochs=DECAY_EPOCHS,
+        warmup=setting.warmup, warmup_epochs=WARMUP_EPOCHS, weight_decay=WEIGHT_DECAY, scaling=setting.rule,
+        batchnorm_n=BN_N,
+    )  # fmt: skip
+    return recipe.resolve(setting.batch, NUM_TRAIN)
+
+
+def optimizer_of(net: nn.Module, setting: Setting, recipe: ResolvedRecipe) -> Optimizer:
+    """The recipe's optimizer, or the one that breaks remark 1 or 2."""
+    form = {"momentum": recipe.momentum, "nesterov": recipe.nesterov}
+    if setting.flaw == "decay_norms":
+        return SGD(net.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True, **form)
+    optimizer = build_sgd(net, lr=recipe.lr, weight_decay=recipe.weight_decay, **form)
+    if setting.flaw == "uncorrected":
+        groups = [{key: group[key] for key in ("params", "weight_decay")} for group in optimizer.param_groups]
+        return VelocitySGD(groups, lr=recipe.lr, momentum_correction=False, **form)
+    return optimizer
+
+
+def examples_of(setting: Setting, seed: int, streams: list[ShuffledStream], start: int) -> np.ndarray:
+    """The examples of the step at `start`, of one shuffle dealt out (remark 4) or of overlapping ones."""
+    workers = max(1, setting.batch // BN_N)
+    if setting.flaw not in ("overlap", "same_shuffle") or workers == 1:
+        return streams[0].indices(start, setting.batch)
+    if not streams[1:]:
+        streams += [ShuffledStream(NUM_TRAIN, 1_000 * (seed + 1) + worker) for worker in range(1, workers)]
+    epoch, offset = divmod(start, NUM_TRAIN)
+    if setting.flaw == "same_shuffle":  # every worker takes the same part of the same shuffle
+        return np.tile(streams[0].indices(epoch * NUM_TRAIN + offset // workers, BN_N), workers)
+    return np.concatenate([stream.indices(epoch * NUM_TRAIN + offset // workers, BN_N) for stream in streams])
+
+
+def example_weights(setting: Setting) -> Tensor:
+    """What each example's loss counts in the step, before it is divided by the batch: 1, but for broken remark 3.
+
+    Then half of the workers hold 4 examples and the other half 28, and each averages over its own.
+    """
+    if setting.flaw == "cancelled_k":
+        return torch.full((setting.batch,), setting.batch / REFERENCE_BATCH)
+    if setting.flaw != "local_n":
+        return torch.ones(setting.batch)
+    workers = setting.batch // BN_N
+    sizes = torch.tensor([4, 28]).repeat(workers // 2)
+    return (setting.batch / (workers * sizes)).repeat_interleave(sizes)
+
+
+def train(setting: Setting) -> dict[str, Any]:
+    """Train all seeds at once; returns the setting and, for every epoch and seed, losses and errors."""
+    started = time.process_time()
+    images, labels, _, _ = pictures()
+    recipe = resolved(setting)
+    net = ResidualNet(SEEDS, group=setting.bn_n, gamma=setting.gamma)
+    optimizer = optimizer_of(net, setting, recipe)
+    streams = {seed: [ShuffledStream(NUM_TRAIN, seed)] for seed in SEEDS}
+    at_once = min(setting.batch, max(AT_ONCE, setting.bn_n))
+    weights = example_weights(setting).unsqueeze(1)
+    epochs: list[dict[str, list[float]]] = []
+    sums = torch.zeros(2, len(SEEDS))
+    steps_in_epoch = 0
+    for step in range(recipe.num_steps):
+        lr = recipe.schedule.lr_at(step)
+        if setting.flaw == "cancelled_k":
+            lr /= setting.batch / REFERENCE_BATCH
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        chosen = torch.from_numpy(
+            np.stack([examples_of(setting, seed, streams[seed], step * setting.batch) for seed in SEEDS], axis=1)
+        )
+        optimizer.zero_grad(set_to_none=True)
+        parts = chosen.split(at_once)
+        for number, (part, weight) in enumerate(zip(parts, weights.split(at_once), strict=True), start=1):
+            # Each part moves the running statistics so that the step moves them once, to the mean over its parts.
+            move_statistics_by(net, MOMENTUM / (len(parts) - (len(parts) - number) * MOMENTUM))
+            logits = net(images.index_select(0, part.flatten()).view(len(part), -1, 14, 14))
+            target = labels[part]
+            losses = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(part)
+            normalise((losses * weight).sum(), setting.batch).backward()  # a sum over seeds: each has its own weights
+            sums += torch.stack((losses.detach().sum(0), (logits.argmax(2) != target).sum(0)))
+        optimizer.step()
+        steps_in_epoch += 1
+        if step + 1 == recipe.steps_at(len(epochs) + 1):
+            seen = steps_in_epoch * setting.batch
+            row = {
+                "train_loss": sums[0] / seen,
+                "train_error": 100 * sums[1] / seen,
+                **evaluate(net, setting, len(epochs) + 1),
+            }
+            epochs.append({key: [round(number, 4) for number in value.tolist()] for key, value in row.items()})
+            sums, steps_in_epoch = torch.zeros(2, len(SEEDS)), 0
+    seconds = round(time.process_time() - started, 1)
+    diverged = [bool(value) for value in ~torch.isfinite(_norms(net))]
+    return {"setting": asdict(setting), "lr": recipe.lr, "steps": recipe.num_steps, "epochs": epochs,
+            "seconds": seconds, "commit": commit(), "diverged": diverged}  # fmt: skip
+
+
+@torch.no_grad()
+def evaluate(net: ResidualNet, setting: Setting, epoch: int) -> dict[str, Tensor]:
+    """Test errors in percent, by the running statistics and by recomputed ones, which are then taken back.
+
+    The latter at every epoch of a training whose curve is read, else at the last ones.
+    """
+    images = pictures()[0][:NUM_STATISTICS].repeat(1, len(SEEDS), 1, 1)
+    kept = {name: value.clone() for name, value in net.named_buffers()}
+    errors = {"error": _test_error(net)}
+    if epoch <= EPOCHS - LAST_EPOCHS and not setting.is_plain:
+        return errors
+    recompute_statistics(net, images, at_once=max(AT_ONCE, setting.bn_n))
+    errors["recomputed_error"] = _test_error(net)
+    for name, value in net.named_buffers():
+        value.copy_(kept[name])
+    return errors
+
+
+def _test_error(net: ResidualNet) -> Tensor:
+    _, _, images, labels = pictures()
+    net.eval()
+    wrong = torch.zeros(len(SEEDS))
+    for part, target in zip(images.split(500), labels.split(500), strict=True):
+        wrong += (net(part.repeat(1, len(SEEDS), 1, 1)).argmax(2) != target.unsqueeze(1)).sum(0)
+    net.train()
+    return 100 * wrong / len(labels)
+
+
+def _norms(net: nn.Module) -> Tensor:
+    """|w|^2 of the last layer, a seed each: not finite where a seed diverged."""
+    return net.head.weight.detach().square().sum((1, 2))
+
+
+@cache
+def commit() -> str:
+    """The commit this runs at."""
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+
+
+Key = str
+Trainings = dict[Key, dict[str, Any]]
+
+
+def key(setting: Setting) -> Key:
+    return json.dumps(asdict(setting), sort_keys=True)
+
+
+def finished() -> Trainings:
+    """Every training that any run of this family has finished."""
+    rows = [
+        json.loads(line)
+        for path in sorted((ROOT / "runs").glob("goyal_*/trainings.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    return {json.dumps(row["setting"], sort_keys=True): row for row in rows}
+
+
+def train_all(name: str, settings: Iterable[Setting]) -> list[dict[str, Any]]:
+    """The trainings of `settings`, in their order; what is not there yet is trained and added to runs/NAME."""
+    wanted = list(settings)
+    path = ROOT / "runs" / name / "trainings.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    torch.set_num_threads(1)
+    for number, setting in enumerate(wanted, start=1):
+        if key(setting) not in finished():
+            print(f"{name} {number} of {len(wanted)}: {setting}", flush=True)
+            row = train(setting)
+            print(f"  {row['seconds']} s, errors {run_errors(row)}", flush=True)
+            with path.open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
+    done = finished()
+    return [done[key(setting)] for setting in wanted]
+
+
+def run_errors(row: dict[str, Any], which: str = "error") -> list[float]:
+    """A run's error, for each seed: the median of the last epochs'."""
+    last = row["epochs"][-LAST_EPOCHS:]
+    return [median(epoch[which][seed] for epoch in last) for seed in range(len(SEEDS))]
+
+
+def final_losses(row: dict[str, Any]) -> list[float]:
+    """Training loss of the last epoch, for each seed."""
+    return row["epochs"][-1]["train_loss"]
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Mean of the differences of the same seeds, with its 95 % interval by Student's t."""
+    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
+    half = float(stats.t.ppf(0.975, len(differences) - 1)) * stdev(differences) / len(differences) ** 0.5
+    return {"value": fmean(differences), "low": fmean(differences) - half, "high": fmean(differences) + half}
+
+
+def verdict(difference: dict[str, float]) -> str:
+    """Which side of 0 the interval lies on, or that it does not say."""
+    if difference["low"] > 0:
+        return "worse"
+    return "better" if difference["high"] < 0 else "unresolved"
+
+
+def row_of(what: str, training: dict[str, Any], against: dict[str, Any], to: str) -> dict[str, Any]:
+    """One row of a result: errors, losses, and the paired difference to another training."""
+    difference = paired(run_errors(training), run_errors(against))
+    errors, losses = run_errors(training), final_losses(training)
+    same = training is against or training["setting"] == against["setting"]
+    train_errors = training["epochs"][-1]["train_error"]
+    return {
+        "what": what, **training["setting"], "lr": training["lr"], "steps": training["steps"],
+        "errors": errors, "mean": fmean(errors), "std": stdev(errors),
+        "recomputed_mean": fmean(run_errors(training, "recomputed_error")),
+        "recomputed_std": stdev(run_errors(training, "recomputed_error")),
+        "train_error": fmean(train_errors), "train_loss": fmean(losses), "train_loss_std": stdev(losses),
+        "against": to, "difference": None if same else difference, "verdict": "" if same else verdict(difference),
+        "train_loss_difference": None if same else paired(losses, final_losses(against)),
+        "seconds_a_seed": training["seconds"] / len(SEEDS), "diverged": sum(training["diverged"]),
+    }  # fmt: skip
+
+
+def record(name: str, rows: list[dict[str, Any]], started: float, **more: Any) -> None:
+    """Write runs/NAME/result.json and how.json."""
+    result = {"schema_version": 1, "seed": "0 to 4", "protocol": PROTOCOL, "rows": rows, **more}
+    record_result(name, _without_nan(result), started=started)
+    path = ROOT / "runs" / name / "how.json"
+    how = json.loads(path.read_text())
+    kept = path.parent / "trainings.jsonl"
+    own = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    how |= {"seconds": round(sum(row["seconds"] for row in own), 1), "trained_at": sorted({r["commit"] for r in own})}
+    path.write_text(json.dumps(how, indent=1) + "\n")
+
+
+def _without_nan(value: Any) -> Any:
+    """What has no number is null: JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: _without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def tuned_lr() -> float:
+    """The rate that goyal_sweep.py chose at the reference batch."""
+    return json.loads((ROOT / "runs" / "goyal_sweep" / "result.json").read_text())["chosen_lr"]
+
+
+def reference() -> Setting:
+    return Setting(reference_lr=tuned_lr())
+
+
+def flat_batches() -> tuple[int, int]:
+    """The largest batch whose error was within 0.3 points of the reference's in goyal_figure1.py, and twice that."""
+    rows = json.loads((ROOT / "runs" / "goyal_figure1" / "result.json").read_text())["rows"]
+    flat = REFERENCE_BATCH
+    for row in rows[1:]:
+        if row["difference"]["value"] > 0.3:
+            break
+        flat = row["batch"]
+    return flat, 2 * flat

@@ -1,0 +1,20 @@
+"""Experiment: error and training loss against BN's n, at the reference and the largest flat batch (Goyal 2017, 2.3)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from _goyal import BN_N, flat_batches, record, reference, row_of, train_all
+
+SIZES = (2, 8, 32, 128)
+
+if __name__ == "__main__":
+    started, name, base = time.perf_counter(), "goyal_bn_n", reference()
+    rows = []
+    for batch in (flat_batches()[0], base.batch):
+        sizes = sorted({size for size in SIZES if size < batch} | {BN_N, batch})
+        settings = [replace(base, batch=batch, bn_n=size) for size in sizes]
+        trainings = dict(zip(sizes, train_all(name, settings), strict=True))
+        rows += [row_of(f"n = {size}", trainings[size], trainings[BN_N], f"n = {BN_N}") for size in sizes]
+    record(name, rows, started)
