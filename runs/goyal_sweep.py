@@ -1,4 +1,7 @@
-"""Experiment: which learning rate is best at the reference batch? The only place where anything is tuned."""
+"""Experiment: which learning rate is best at the reference batch? The only place where anything is tuned.
+
+Factors of 2, from 0.05 outwards until the best has a neighbour on either side.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import time
 
 from _goyal import Setting, record, row_of, train_all
 
-LRS = (0.0125, 0.025, 0.05, 0.1, 0.2)
-
 if __name__ == "__main__":
-    started = time.perf_counter()
-    trainings = train_all("goyal_sweep", [Setting(reference_lr=lr) for lr in LRS])
-    best = min(trainings, key=lambda training: row_of("", training, training, "")["mean"])
+    started, lrs = time.perf_counter(), [0.025, 0.05, 0.1]
+    while True:
+        trainings = train_all("goyal_sweep", [Setting(reference_lr=lr) for lr in lrs])
+        best = min(trainings, key=lambda training: row_of("", training, training, "")["mean"])
+        if lrs[0] < best["lr"] < lrs[-1]:
+            break
+        lrs = [lrs[0] / 2, *lrs] if best["lr"] == lrs[0] else [*lrs, 2 * lrs[-1]]
     rows = [row_of("swept", training, best, "the best rate") for training in trainings]
     record("goyal_sweep", rows, started, chosen_lr=best["lr"])
