@@ -15,6 +15,7 @@ along the run.
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -173,7 +174,7 @@ class RunningNoiseScale:
         if not (math.isfinite(trace_cov) and math.isfinite(grad_sq_norm)):
             raise ConfigError(f"moments are finite numbers; got {[trace_cov, grad_sq_norm]}. Leave the step out.")
         decay = 1.0 if self.half_life is None else float(_decays(self.half_life, np.array([float(batch)]))[0])
-        self._sums.add(np.array([trace_cov, grad_sq_norm]), decay)
+        self._sums.add([float(trace_cov), float(grad_sq_norm)], decay)
 
     def estimate(self) -> NoiseScale:
         """Return the noise scale over the steps seen so far."""
@@ -212,35 +213,39 @@ class _Sums:
         self.sum_w = self.sum_w2 = self.sum_w4 = 0.0
         self.sum_w2_differences = 0.0
         """Sum of squared weights over the steps that have one before them."""
-        self.sum_x: Array = np.zeros(2)
-        self.differences: Array = np.zeros((2, 2))
+        # Lists of numbers: for two of them an array operation takes 20 times as long.
+        self.sum_x = [0.0, 0.0]
+        self.differences = [[0.0, 0.0], [0.0, 0.0]]
         """Sum of squared weights times half the outer product of each step's difference from the one before."""
-        self.last: Array = np.zeros(2)
+        self.last = [0.0, 0.0]
 
-    def add(self, moments: Array, decay: float) -> None:
+    def add(self, moments: list[float], decay: float) -> None:
         """Age everything by `decay` in (0, 1], then take in one step at weight 1."""
         self.sum_w = decay * self.sum_w + 1.0
         self.sum_w2 = decay**2 * self.sum_w2 + 1.0
         self.sum_w4 = decay**4 * self.sum_w4 + 1.0
-        self.sum_x = decay * self.sum_x + moments
+        self.sum_x = [decay * total + x for total, x in zip(self.sum_x, moments, strict=True)]
         if self.num_steps:
-            step = moments - self.last
+            step = [x - last for x, last in zip(moments, self.last, strict=True)]
             self.sum_w2_differences = decay**2 * self.sum_w2_differences + 1.0
-            self.differences = decay**2 * self.differences + step[:, None] * step / 2
+            self.differences = [
+                [decay**2 * total + x * y / 2 for total, y in zip(row, step, strict=True)]
+                for row, x in zip(self.differences, step, strict=True)
+            ]
         self.num_steps += 1
         self.last, self.decay = moments, decay
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: _plain(getattr(self, name)) for name in self.__slots__}
+        return {name: deepcopy(getattr(self, name)) for name in self.__slots__}
 
     @staticmethod
     def from_dict(state: dict[str, Any]) -> _Sums:
         sums = _Sums()
         for name in _Sums.__slots__:
-            value, kind = np.array(state[name], dtype=np.float64), getattr(sums, name)
-            if value.shape != np.shape(kind) or not np.isfinite(value).all():
+            value, empty = np.array(state[name], dtype=np.float64), getattr(sums, name)
+            if value.shape != np.shape(empty) or not np.isfinite(value).all():
                 raise CheckpointError(f"the saved noise scale is broken: {name} is {state[name]!r}.")
-            setattr(sums, name, value if isinstance(kind, np.ndarray) else type(kind)(value))
+            setattr(sums, name, value.tolist() if isinstance(empty, list) else type(empty)(value))
         return sums
 
 
@@ -252,11 +257,11 @@ def _sum_up(moments: Array, decays: Array) -> _Sums:
     # A step's weight is the product of the decays of the steps after it.
     w = np.append(np.cumprod(decays[:0:-1])[::-1], 1.0)
     steps = np.diff(moments, axis=0)
-    sums.num_steps, sums.decay, sums.last = len(moments), float(decays[-1]), moments[-1]
+    sums.num_steps, sums.decay, sums.last = len(moments), float(decays[-1]), moments[-1].tolist()
     sums.sum_w, sums.sum_w2, sums.sum_w4 = float(w.sum()), float((w**2).sum()), float((w**4).sum())
-    sums.sum_x = w @ moments
+    sums.sum_x = (w @ moments).tolist()
     sums.sum_w2_differences = float((w[1:] ** 2).sum())
-    sums.differences = (w[1:, None] ** 2 * steps).T @ steps / 2
+    sums.differences = ((w[1:, None] ** 2 * steps).T @ steps / 2).tolist()
     return sums
 
 
@@ -278,12 +283,12 @@ def _estimate(sums: _Sums, unit: str) -> NoiseScale:
             steps_to_resolve=steps if reason else 0,
         )
 
-    trace, grad = (float(value) for value in sums.sum_x / (sums.sum_w or 1.0))
+    trace, grad = (total / (sums.sum_w or 1.0) for total in sums.sum_x)
     # Overlapping differences of n normal errors know their variance as well as 2n/3 independent squares.
     freedom = sums.sum_w2**2 / sums.sum_w4 * 2 / 3 if sums.num_steps else 0.0
     if freedom < MIN_FREEDOM or not sums.sum_w2_differences:
         return result(reason=f"an interval needs at least {math.ceil(MIN_FREEDOM * 1.5)} steps in the average.")
-    covariance = sums.differences / sums.sum_w2_differences * (sums.sum_w2 / sums.sum_w**2)
+    covariance = np.array(sums.differences) / sums.sum_w2_differences * (sums.sum_w2 / sums.sum_w**2)
     t = _t_quantile(freedom)
     sd_trace, sd_grad = np.sqrt(np.diag(covariance)).tolist()
     if trace + t * sd_trace < -NO_NOISE * abs(grad):
@@ -379,10 +384,6 @@ def _decays(half_life: Duration | None, batch: Array) -> Array:
 
 def _describe(half_life: Duration | None) -> str | None:
     return None if half_life is None else f"{float(half_life.count)!r} {half_life.unit}"
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _as_moments(trace_cov: ArrayLike, grad_sq_norm: ArrayLike) -> Array:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -150,25 +151,8 @@ def pack(
     Returns:
         Shape (11 + 2 * num_rows,), float64 where the device has it.
     """
-    local_batch = sum(norms.units)
-    relative = _relative(norms.units, norms.together, local_batch, loss_scaling)
     device, dtype = norms.sq_norms.device, norms.sq_norms.dtype
-    over_units = [r / b for r, b in zip(relative, norms.units, strict=True)]
-    header = torch.tensor(
-        [
-            len(norms.units),
-            local_batch,
-            sum(relative),
-            sum(over_units),
-            sum(r * o for r, o in zip(relative, over_units, strict=True)),
-            1.0 if norms.skip else 0.0,
-            0.0,
-            vote,
-            *(1 / r for r in relative),
-        ],
-        dtype=torch.float64,
-    ).to(device, dtype, non_blocking=True)  # one way to an accelerator, for all of it
-    header, weights = header.split([_HOST, len(relative)])
+    header, weights = _header(norms.units, norms.together, loss_scaling, bool(norms.skip), vote, device, dtype)
     small, step, now = norms.sq_norms @ weights, norms.sq_norm_step, norms.mark_now
     if isinstance(scale, Tensor):
         scale = scale.to(device, dtype, non_blocking=True)
@@ -183,6 +167,29 @@ def pack(
     elif not len(before):
         before = now = torch.zeros_like(norms.sq_norm_stale)
     return torch.cat([header, norms.sq_norm_stale, before, now, small, step])
+
+
+@lru_cache(maxsize=8)  # most steps are like the one before
+def _header(
+    units: tuple[int, ...],
+    together: tuple[int, ...],
+    loss_scaling: LossScaling,
+    skipped: bool,
+    vote: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The sums that need no gradient, and the weights of the microbatches' squared norms."""
+    local_batch = sum(units)
+    relative = _relative(units, together, local_batch, loss_scaling)
+    over_units = [r / b for r, b in zip(relative, units, strict=True)]
+    sums = [
+        len(units), local_batch, sum(relative), sum(over_units),
+        sum(r * o for r, o in zip(relative, over_units, strict=True)), 1.0 if skipped else 0.0, 0.0, vote,
+    ]  # fmt: skip
+    both = torch.tensor([*sums, *(1 / r for r in relative)], dtype=torch.float64)
+    header, weights = both.to(device, dtype, non_blocking=True).split([_HOST, len(units)])
+    return header, weights
 
 
 def refusal(num_rows: int, device: torch.device) -> Tensor:
