@@ -1,4 +1,4 @@
-"""How are the results of runs/goyal_*.py read? As tables for docs/log.md; `python runs/_goyal_tables.py NAME` prints one.
+"""How are the results of runs/goyal_*.py read? As tables for docs/log.md: `python runs/_goyal_tables.py NAME`.
 
 Nothing but the standard library, and nothing but result.json, so that a page can be checked without training.
 """
@@ -41,7 +41,7 @@ def goyal(folder: Path) -> str:
             spread(row["recomputed_mean"], row["recomputed_std"]), spread(row["train_loss"], row["train_loss_std"], 3),
             interval(row["train_loss_difference"], 3), f"{row['seconds_a_seed']:.0f} s",
         ])  # fmt: skip
-    head = ["batch", "run", "peak lr", "error, %", "paired difference, points", "verdict", "error, statistics recomputed",
+    head = ["batch", "run", "peak lr", "error, %", "paired difference, points", "verdict", "error, recomputed",
             "training loss", "its paired difference", "core seconds a run"]  # fmt: skip
     return table(head, rows)
 
