@@ -240,6 +240,44 @@ def test_after_a_kill_new_processes_go_on_exactly_where_the_loop_stood(tmp_path:
     assert used == stream(50, SEED, 0, 20 * 8)
 
 
+def test_lightning_saves_the_position_in_its_own_checkpoints_and_goes_on_there(tmp_path: Path):
+    # It saves the state of any loader that has one. 20 examples in batches of 6 are passes of 4, 3 and 3 steps; the
+    # checkpoints after steps 5 and 7 are in the middle and at the end of the second.
+    import lightning
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+            self.used: list[list[int]] = []
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            self.used.append(batch.tolist())
+            return self.weight * batch.sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+    def fit(num_workers: int, resumed: Path | None = None) -> list[list[int]]:
+        model = Model()
+        saver = lightning.pytorch.callbacks.ModelCheckpoint(
+            dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}"
+        )
+        trainer = lightning.Trainer(
+            max_epochs=3, accumulate_grad_batches=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[] if resumed else [saver], enable_checkpointing=not resumed,
+            default_root_dir=tmp_path,
+        )  # fmt: skip
+        (loader,) = loaders(20, 1, batch=6, microbatch=3, num_workers=num_workers)
+        trainer.fit(model, loader, ckpt_path=resumed)
+        return model.used
+
+    whole = fit(1)
+    assert list(chain(*whole)) == stream(20, SEED, 0, 60)
+    for step in (5, 7):
+        assert fit(0, tmp_path / f"step={step}.ckpt") == whole[2 * step :]
+
+
 def test_an_endless_loader_goes_from_epoch_to_epoch_and_has_no_length():
     (loader,) = loaders(7, 1, batch=3, endless=True)
     assert list(chain(*(batch.tolist() for batch in islice(loader, 9)))) == stream(7, SEED, 0, 27)

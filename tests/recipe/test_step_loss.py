@@ -17,8 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.errors import ConfigError
+from largebatch.recipe.batch_sampler import ShuffledLoader
 from largebatch.recipe.step_loss import StepLoss, StepShare, total_units
 from oracles.recipe_loss import PAD, average_of_averages, gap, mean_gradient, summed_gradient, tokens
+from oracles.recipe_shuffle import stream
 from workers import on_workers
 
 DIM, CLASSES, LENGTH = 3, 5, 6
@@ -137,6 +139,48 @@ def test_workers_may_have_unequal_numbers_of_microbatches_under_no_sync():
     expected = mean_gradient(weights(), *data())
     for gradient, _ in on_workers(2, train_one_step, "ddp", deal, True):
         np.testing.assert_allclose(gradient, expected, **CLOSE)
+
+
+def train_an_epoch(rank: int, kind: str, batch: int, keep_short: bool) -> list[list[float]]:
+    """A whole loop of the house's parts: loader, share of the loss, DDP or fully_shard, plain SGD."""
+    net: Any = wrap(model(), kind)
+    step_loss = StepLoss(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    loader = ShuffledLoader(range(10), batch=batch, seed=0, microbatch=2, keep_short=keep_short, collate_fn=list)
+    step: list[list[int]] = []
+    for number, rows in enumerate(loader, start=1):
+        step.append(rows)
+        if number % loader.accumulation:
+            continue
+        share = step_loss.of(sum((torch.from_numpy(data()[1][rows]) != PAD).sum() for rows in step))
+        for rows in step:
+            share.part(loss_sum(net, rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step = []
+    (parameter,) = net.parameters()
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).T.tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_an_epoch_on_any_number_of_workers_ends_in_the_weights_of_one(kind: str, world_size: int):
+    # Eq. (2) of Goyal 2017 over the global order, in numpy. The last batch is filled from the next epoch.
+    w, order = weights(), stream(10, 0, 0, 12)
+    for step in range(3):
+        rows = order[4 * step : 4 * step + 4]
+        w = w - 0.5 * mean_gradient(w, data()[0][rows], data()[1][rows])
+    for result in on_workers(world_size, train_an_epoch, kind, 4, False):
+        np.testing.assert_allclose(result, w, **CLOSE)
+
+
+def test_a_short_last_batch_counts_as_what_it_holds():
+    # 10 examples by 6: the last step has 4, of which one worker of 3 has 2 and the others 1, in tokens as it comes.
+    w, order = weights(), stream(10, 0, 0, 10)
+    for rows in (order[:6], order[6:]):
+        w = w - 0.5 * mean_gradient(w, data()[0][rows], data()[1][rows])
+    for result in on_workers(3, train_an_epoch, "ddp", 6, True):
+        np.testing.assert_allclose(result, w, **CLOSE)
 
 
 def average_averages(rank: int, deal: list[list[list[int]]]) -> list[list[float]]:
