@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from hashlib import sha1
+from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -244,20 +247,41 @@ def finished() -> Trainings:
 
 
 def train_all(name: str, settings: Iterable[Setting]) -> list[dict[str, Any]]:
-    """The trainings of `settings`, in their order; what is not there yet is trained and added to runs/NAME."""
+    """The trainings of `settings`, in their order; what is not there yet is trained and added to runs/NAME.
+
+    Several processes may do this at once, on one machine: each takes what no other is at.
+    """
     wanted = list(settings)
     path = ROOT / "runs" / name / "trainings.jsonl"
     path.parent.mkdir(exist_ok=True)
     torch.set_num_threads(1)
-    for number, setting in enumerate(wanted, start=1):
-        if key(setting) not in finished():
-            print(f"{name} {number} of {len(wanted)}: {setting}", flush=True)
-            row = train(setting)
-            print(f"  {row['seconds']} s, errors {run_errors(row)}", flush=True)
-            with path.open("a") as lines:
-                lines.write(json.dumps(row) + "\n")
+    while missing := [setting for setting in wanted if key(setting) not in finished()]:
+        mine = next((setting for setting in missing if claim(setting)), None)
+        if mine is None:
+            time.sleep(1.0)
+            continue
+        print(f"{name}, {len(missing)} to go: {mine}", flush=True)
+        row = train(mine)
+        print(f"  {row['seconds']} s, errors {run_errors(row)}", flush=True)
+        with path.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
     done = finished()
     return [done[key(setting)] for setting in wanted]
+
+
+def claim(setting: Setting) -> bool:
+    """Whether this process is the one to train `setting`: no other that is alive has said so."""
+    path = ROOT / "largebatch-out" / "goyal-claims" / sha1(key(setting).encode()).hexdigest()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("x") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        owner = path.read_text()
+        if owner and not Path(f"/proc/{owner}").exists():
+            path.unlink(missing_ok=True)  # it was killed; the next look takes it
+        return False
+    return True
 
 
 def run_errors(row: dict[str, Any], which: str = "error") -> list[float]:
