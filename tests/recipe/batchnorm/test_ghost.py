@@ -150,6 +150,32 @@ def test_channels_last_stays_channels_last():
     assert x.grad is not None and x.grad.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_an_activation_may_work_in_place(layout):
+    # As in torchvision's and timm's residual blocks.
+    layer, grads = layer_of(3, 4), []
+    for act in (torch.relu, torch.relu_):
+        x = drawn(8, 3, 2, 2).contiguous(memory_format=layout).requires_grad_()
+        y = layer(x)
+        assert not y._is_view()  # a view would be copied in the backward pass
+        act(y).square().sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads, **EXACT)
+
+
+def test_any_other_memory_layout_is_fine():
+    x = drawn(8, 3, 4, 5)
+    gamma, beta = (p.detach().numpy() for p in layer_of(3, 4).parameters())
+    for given_x in (
+        x.transpose(2, 3),
+        x.transpose(0, 1).contiguous().transpose(0, 1),
+        x[:, :, ::2],
+        x[:1].expand(8, 3, 4, 5),
+    ):
+        wanted = oracle.outputs(given_x.numpy(), 4, gamma, beta)
+        np.testing.assert_allclose(layer_of(3, 4)(given_x).detach(), wanted, **EXACT)
+
+
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_half_precision_is_normalised_in_float32(half):
     # The input and the output are rounded (2^-9 of a bfloat16 in [1, 4]), the sums over 4096 values are not.
@@ -181,16 +207,14 @@ def test_compiled_whole_it_is_the_same():
     eager = layer_of(3, 4)
     layer = copy.deepcopy(eager)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for k in (2, 3):
-        x, dy = drawn(4 * k, 3, 2, 2, seed=k), drawn(4 * k, 3, 2, 2, seed=k + 7)
-        results = []
-        for call, owner in ((eager, eager), (compiled, layer)):
-            given_x = x.clone().requires_grad_()
-            y = call(given_x)
-            y.backward(dy)
-            results.append([y, given_x.grad, *(p.grad for p in owner.parameters()), *owner.buffers()])
-        for ours, theirs in zip(*results, strict=True):
-            torch.testing.assert_close(ours, theirs, **EXACT)
+    x, dy, results = drawn(8, 3, 2, 2), drawn(8, 3, 2, 2, seed=7), []
+    for call, owner in ((eager, eager), (compiled, layer)):
+        given_x = x.clone().requires_grad_()
+        y = call(given_x)
+        y.backward(dy)
+        results.append([y, given_x.grad, *(p.grad for p in owner.parameters()), *owner.buffers()])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, **EXACT)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.recipe.batchnorm import (
-    GroupBatchNorm,
     average_statistics,
     batchnorm_layers,
     batchnorm_over,
@@ -45,24 +44,25 @@ def examples(step: int) -> tuple[Tensor, Tensor]:
     return x + torch.arange(BATCH).view(-1, 1, 1, 1) / 8, torch.randint(3, (BATCH,), generator=generator)
 
 
-def trained(rank: int, world_size: int, accumulation: int, n: int, momentum: float | None = 0.1) -> dict[str, list]:
-    """Train in this layout; the outputs and gradients of each step, the weights, and the statistics before and after."""
+def trained(
+    rank: int, world_size: int, accumulation: int, n: int, momentum: float | None = 0.1, order: Tensor | None = None
+) -> dict[str, list]:
+    """Train in this layout: outputs and gradients of each step, statistics before and after recomputation, forms."""
     microbatch = BATCH // world_size // accumulation
     model = Residual(momentum).double()
-    if n != BATCH or microbatch == BATCH:
-        model = batchnorm_over(model, n, local_batch=microbatch, world_size=world_size, rank=rank)
-    else:  # synchronised over all kn, as SyncBatchNorm is
-        for block in (model.first, model.second):
-            block[1] = GroupBatchNorm(4, dist.new_group(), momentum=momentum).double()
+    model = batchnorm_over(model, n, local_batch=microbatch, world_size=world_size, rank=rank)
     wrapped = DistributedDataParallel(model, broadcast_buffers=False) if dist.is_initialized() else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     found: dict[str, list] = {"outputs": [], "gradients": []}
+
+    def share(step: int) -> list[Tensor]:
+        every = torch.arange(BATCH) if order is None else order
+        return [part[every].split(BATCH // world_size)[rank] for part in examples(step)]
+
     for step in range(STEPS):
         optimizer.zero_grad()
         outputs = []
-        for x, y in zip(
-            *(part.split(BATCH // world_size)[rank].split(microbatch) for part in examples(step)), strict=True
-        ):
+        for x, y in zip(*(part.split(microbatch) for part in share(step)), strict=True):
             outputs.append(wrapped(x))
             # Remark 3: divided by kn. DDP averages, so by the worker's share here.
             (nn.functional.cross_entropy(outputs[-1], y, reduction="sum") * world_size / BATCH).backward()
@@ -71,8 +71,7 @@ def trained(rank: int, world_size: int, accumulation: int, n: int, momentum: flo
         optimizer.step()
     average_statistics(model)
     found["averaged"] = [buffer.numpy().copy() for name, buffer in model.named_buffers() if "running" in name]
-    mine = [examples(step)[0].split(BATCH // world_size)[rank] for step in range(STEPS)]
-    recompute_statistics(model, [x for part in mine for x in part.split(microbatch)])
+    recompute_statistics(model, [x for step in range(STEPS) for x in share(step)[0].split(microbatch)])
     found["recomputed"] = [buffer.numpy().copy() for name, buffer in model.named_buffers() if "running" in name]
     found["forms"] = [(layer.form, layer.n) for layer in batchnorm_layers(model, local_batch=microbatch)]
     return found
@@ -110,23 +109,14 @@ def test_accumulation_over_microbatches_of_n_is_ghost_n_even_in_running_statisti
 )
 def test_workers_and_accumulation_of_any_kind_are_ghost_n(world_size, accumulation, form):
     if form == "group":
-        # Microbatches that are spread over workers hold other examples together, so the batch is dealt out anew.
-        found = on_workers(world_size, dealt_to_groups, world_size, accumulation)
+        # Microbatches spread over workers: each run of n of the batch is dealt to one group, one microbatch each.
+        microbatch = BATCH // world_size // accumulation
+        runs = torch.arange(BATCH).view(-1, accumulation, N // microbatch, microbatch)
+        found = on_workers(world_size, trained, world_size, accumulation, N, 0.1, runs.transpose(1, 2).reshape(-1))
     else:
         found = on_workers(world_size, trained, world_size, accumulation, N)
     assert found[0]["forms"] == [(form, N)] * 2
     assert_same(whole(found), GHOST, ("gradients", "recomputed") if form == "group" else ALL)
-
-
-def dealt_to_groups(rank: int, world_size: int, accumulation: int) -> dict[str, list]:
-    """As `trained`, where each run of n of the batch is dealt to one group of workers, one microbatch each."""
-    global examples
-    plain, microbatch = examples, BATCH // world_size // accumulation
-    workers = N // microbatch
-    runs = torch.arange(BATCH).view(world_size // workers, accumulation, workers, microbatch)
-    order = runs.transpose(1, 2).reshape(-1)
-    examples = lambda step: tuple(part[order] for part in plain(step))  # noqa: E731
-    return trained(rank, world_size, accumulation, N)
 
 
 def test_four_workers_that_hold_two_halves_of_n_each_are_ghost_n():

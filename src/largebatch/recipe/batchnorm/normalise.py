@@ -23,6 +23,12 @@ BatchNorm = _BatchNorm
 """torch's base of all batch norm layers, SyncBatchNorm and ours."""
 
 _HALVES = (torch.float16, torch.bfloat16)
+_LAYOUTS = {
+    4: (torch.contiguous_format, torch.channels_last),
+    5: (torch.contiguous_format, torch.channels_last_3d),
+    0: (torch.contiguous_format,),
+}
+"""Dimensions of the input -> memory formats of which runs are a view; 0 for all others."""
 
 
 def normalise(
@@ -47,6 +53,8 @@ def normalise(
         The output, like `input`; each run's mean and population variance, shape (num_runs, channels), without
         gradients; and the values behind each of these, a scalar.
     """
+    if not any(values.is_contiguous(memory_format=layout) for layout in _LAYOUTS.get(values.ndim, _LAYOUTS[0])):
+        values = values.contiguous()
     if torch.compiler.is_compiling():
         output, mean, var, count = _plain(values, num_runs, weight, bias, eps, group)
         mean, var = mean.detach(), var.detach()
@@ -124,7 +132,8 @@ class _Normalise(Function):
         runs = _as_runs(values, num_runs)
         size = runs.shape[1] * runs.shape[3]
         local_mean = _sums(runs) / max(size, 1)  # a worker may hold nothing of the group's run
-        centred = runs - local_mean
+        whole = torch.empty_like(values, dtype=runs.dtype)  # no view, so that an activation may work in its place
+        centred = torch.sub(runs, local_mean, out=whole.view(runs.shape))
         squares = _sums(centred.square())
         count = runs.new_full((), float(size))
         if group is None:
@@ -132,12 +141,12 @@ class _Normalise(Function):
         else:
             mean, var, count = _pool(local_mean, squares, count, group)
         scale = _scale(weight, var, eps)
-        output = centred.mul_(scale)
+        centred.mul_(scale)
         if group is not None:
-            output.add_((local_mean - mean) * scale)
+            centred.add_((local_mean - mean) * scale)
         if bias is not None:
-            output.add_(bias.view(-1, 1))
-        return output.to(values.dtype).view(values.shape), mean, var, count
+            centred.add_(bias.view(-1, 1))
+        return whole.to(values.dtype), mean, var, count
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

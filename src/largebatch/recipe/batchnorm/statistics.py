@@ -126,9 +126,11 @@ class _Moments:
         if not count:
             return
         values = values.to(torch.promote_types(values.dtype, torch.float32)).movedim(1, -1).flatten(0, -2)
-        mean = values.mean(0)
-        squares = (values - mean).square().sum(0).double()
-        gap = mean.double() - self.mean
+        near = values.mean(0)
+        apart = values - near
+        rest = apart.mean(0).double()  # what rounding took from the mean, which may be far from zero
+        squares = apart.square().sum(0).double() - count * rest.square()
+        gap = near.double() + rest - self.mean
         whole = self.count + count
         self.mean += gap * (count / whole)
         self.squares += squares + gap.square() * (self.count * count / whole)
