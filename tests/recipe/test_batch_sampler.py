@@ -72,6 +72,7 @@ def dealt(draw: st.DrawFn) -> dict[str, Any]:
     return {"size": size, "worlds": worlds}
 
 
+@settings(max_examples=60)
 @given(deal=dealt(), seed=st.integers(0, 2**64 - 1))
 def test_what_all_workers_use_in_a_pass_is_one_permutation_each_example_once(deal: dict[str, Any], seed: int):
     # Goyal 2017, remark 4. The pass goes on into the next epoch to fill its last batch.
@@ -103,6 +104,7 @@ def step_by_step(parts: list[list[list[int]]], accumulation: int) -> list[list[i
     ]
 
 
+@settings(max_examples=60)
 @given(deal=dealt())
 def test_a_short_last_batch_is_kept_and_dealt_out_to_all_or_refused(deal: dict[str, Any]):
     size, (world, _) = deal["size"], deal["worlds"]
@@ -127,6 +129,7 @@ def test_a_short_last_batch_is_kept_and_dealt_out_to_all_or_refused(deal: dict[s
         assert max(shares) - min(shares) <= workers[0].accumulation
 
 
+@settings(max_examples=60)
 @given(deal=dealt(), num_steps=st.integers(0, 12), into=st.integers(0, 3), data=st.data())
 def test_a_state_goes_on_in_any_world_with_any_batch(deal: dict[str, Any], num_steps: int, into: int, data: Any):
     size, (first, second) = deal["size"], deal["worlds"]

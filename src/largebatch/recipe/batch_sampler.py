@@ -161,8 +161,8 @@ class ShuffledLoader(DataLoader[Any]):
     Random numbers for loader processes come from a generator of its own, so that neither an iteration nor a resume
     moves torch's.
 
-    Lightning saves and loads its state with its own checkpoints (give the Trainer `use_distributed_sampler=False`). Leave
-    it out of accelerate's `prepare`, which makes a loader of its own that deals out once more and knows no position.
+    Lightning saves and loads its state with its own checkpoints (give the Trainer `use_distributed_sampler=False`).
+    Leave it out of accelerate's `prepare`, whose own loader deals out once more and knows no position.
 
     >>> loader = ShuffledLoader(list(range(10)), batch=4, seed=0)
     >>> next(iter(loader)).shape, loader.position
