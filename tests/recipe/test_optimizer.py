@@ -1,16 +1,23 @@
-"""Is an update Goyal's, and does weight decay touch what it should and nothing else?"""
+"""Is an update Goyal's, and does a recipe get the optimizer that it names?"""
 
 import copy
+import math
+from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from largebatch.errors import ConfigError
-from largebatch.recipe.optimizer import build_sgd, decay_groups
-from largebatch.recipe.scaling import linear
+from largebatch.recipe.optimizer import OPTIMIZERS, build_optimizer, build_sgd
+from largebatch.recipe.recipe import OptimizerName, Recipe
+from largebatch.recipe.scaling import linear, sqrt
 from largebatch.recipe.schedule import WarmupStepDecay, as_torch_scheduler
+from oracles.recipe_layerwise import adam, lamb, lars
 from oracles.recipe_sgd import momentum_9, momentum_10
 
 JUMP = [0.1] * 5 + [3.2] * 5 + [0.32] * 5
@@ -63,6 +70,80 @@ def test_equation_10_needs_the_momentum_correction_that_this_form_must_not_have(
     assert np.abs(path[changed] - uncorrected[changed]).max() > 1e-2
 
 
+def after_steps(w: np.ndarray, batches: list[torch.Tensor], loss, lr: float, **options) -> np.ndarray:
+    """The weights after one step of the library's SGD on each batch; `loss` is a sum over units."""
+    model = Weights(w)
+    optimizer = build_sgd(model, lr=lr, **({"momentum": 0.0, "nesterov": False, "weight_decay": 0.0} | options))
+    for batch in batches:
+        optimizer.zero_grad()
+        (loss(model.weight, batch) / len(batch)).backward()
+        optimizer.step()
+    return model.weight.detach().numpy()
+
+
+@settings(deadline=None, max_examples=50)
+@given(k=st.integers(1, 32), n=st.integers(1, 5), lr=st.floats(1e-3, 3.0), seed=st.integers(0, 2**16))
+def test_for_a_loss_linear_in_the_weights_one_step_at_k_lr_is_k_steps(k: int, n: int, lr: float, seed: int):
+    # Goyal 2017, eq. (3) and (4): the gradients do not move with w, so that the rule is exact, and no other rate is.
+    slopes = torch.tensor(np.random.default_rng(seed).normal(size=(k * n, 5)))
+    w = np.linspace(-1, 1, 5)
+
+    def loss(weight: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return (batch @ weight).sum()
+
+    small = after_steps(w, list(slopes.split(n)), loss, lr)
+    np.testing.assert_allclose(after_steps(w, [slopes], loss, linear(lr, n, k * n)), small, rtol=0, atol=1e-12 * k * lr)
+    if k > 1:
+        other = after_steps(w, [slopes], loss, sqrt(lr, n, k * n))
+        expected = (k - math.sqrt(k)) * lr * slopes.mean(0).numpy()
+        np.testing.assert_allclose(other - small, expected, rtol=0, atol=1e-12 * k * lr)
+
+
+def test_for_a_quadratic_the_gap_is_k_choose_2_lr_squared_to_leading_order():
+    # (I - lr H)^k w against (I - k lr H) w: the gap is k(k-1)/2 lr^2 H^2 w + O(k^3 lr^3). Its slopes are measured.
+    hessian = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    w = np.array([1.0, -2.0, 0.5])
+
+    def loss(weight: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return 0.5 * len(batch) * (hessian * weight.square()).sum()
+
+    def gap(k: int, lr: float) -> np.ndarray:
+        units = torch.zeros(k)
+        return after_steps(w, list(units.split(1)), loss, lr) - after_steps(w, [units], loss, linear(lr, 1, k))
+
+    for k, lr in ((2, 1e-4), (8, 1e-5), (32, 1e-6)):
+        leading = k * (k - 1) / 2 * lr**2 * hessian.numpy() ** 2 * w
+        np.testing.assert_allclose(gap(k, lr), leading, rtol=k * lr * 2)  # what is left is of relative size k lr H
+    lrs, ks = np.array([1e-5, 1e-4, 1e-3]), np.array([64, 128, 256])
+    in_lr = np.polyfit(np.log(lrs), np.log([np.linalg.norm(gap(8, lr)) for lr in lrs]), 1)[0]
+    in_k = np.polyfit(np.log(ks), np.log([np.linalg.norm(gap(int(k), 1e-6)) for k in ks]), 1)[0]
+    assert in_lr == pytest.approx(2.0, abs=0.01)
+    assert in_k == pytest.approx(2.0, abs=0.02)  # k(k-1) is steeper than k^2 by 1/k
+
+
+@settings(deadline=None, max_examples=50)
+@given(k=st.integers(2, 256), lr=st.floats(1e-3, 1.0), decay=st.floats(1e-5, 0.5), seed=st.integers(0, 2**16))
+def test_on_a_net_loss_times_k_and_lr_times_k_differ_by_k_minus_1_lr_lambda_w(
+    k: int, lr: float, decay: float, seed: int
+):
+    # Goyal 2017, eq. (8), remark 1; and none of it on the norm layer, which has no decay.
+    torch.manual_seed(seed)
+    start = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)).double()
+    x = torch.randn(6, 3, dtype=torch.float64)
+
+    def stepped(rate: float, factor: float) -> list[torch.Tensor]:
+        model = copy.deepcopy(start)
+        optimizer = build_sgd(model, lr=rate, momentum=0.0, nesterov=False, weight_decay=decay)
+        (factor * (model(x) - 1).square().mean()).backward()
+        optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    gaps = [a - b for a, b in zip(stepped(lr, k), stepped(linear(lr, 1, k), 1.0), strict=True)]
+    for number, (gap, w) in enumerate(zip(gaps, start.parameters(), strict=True)):
+        expected = torch.zeros_like(w) if number in (2, 3) else (k - 1) * lr * decay * w.detach()
+        torch.testing.assert_close(gap, expected, rtol=1e-9, atol=1e-11 * k)
+
+
 @pytest.mark.parametrize("k", [2, 32])
 def test_loss_times_k_and_lr_times_k_differ_by_k_minus_1_lr_lambda_w(k: int):
     # Goyal 2017, eq. (8), remark 1. Loss x k leaves lr lambda w as it is; lr x k makes it k times as large.
@@ -80,57 +161,6 @@ def test_cancelling_k_decays_the_weights_k_times_too_weakly():
     (right,) = path_of_sgd(w, [0 * w], [linear(lr, 1, k)], **plain)
     (cancelled,) = path_of_sgd(w, [0 * w], [lr], **plain)
     np.testing.assert_allclose(right - w, k * (cancelled - w), rtol=1e-9, atol=1e-15)
-
-
-class Downsample(nn.Module):
-    """Every norm layer of torch under names that give nothing away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
-        self.b = nn.ModuleList([
-            nn.BatchNorm1d(4), nn.BatchNorm3d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, affine=True),
-            nn.InstanceNorm2d(4, affine=True), nn.InstanceNorm3d(4, affine=True), nn.GroupNorm(2, 4), nn.LayerNorm(4),
-            nn.RMSNorm(4), type("Mine", (nn.LayerNorm,), {})(4), nn.LazyBatchNorm2d(),
-        ])  # fmt: skip
-        self.bn_like = nn.Linear(4, 4)  # a name that says norm and a module that is none
-        self.rnn = nn.LSTM(4, 4)
-        self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True)
-
-
-def names_of(model: nn.Module, group: list) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if any(parameter is member for member in group)}
-
-
-def test_norm_layers_of_every_type_and_nothing_else_have_no_weight_decay():
-    model = Downsample()
-    decayed, not_decayed = decay_groups(model)
-    assert len(not_decayed) == 2 * 12 - 1  # RMSNorm has no bias
-    assert all(name.startswith(("a.1.", "b.")) for name in names_of(model, not_decayed))
-    assert {"a.0.bias", "bn_like.weight", "bn_like.bias", "rnn.bias_ih_l0"} <= names_of(model, decayed)
-    assert len(decayed) + len(not_decayed) == len(list(model.parameters()))
-
-
-def test_biases_are_left_out_on_request():
-    model = Downsample()
-    decayed, not_decayed = decay_groups(model, exclude_biases=True)
-    moved = names_of(model, decay_groups(model)[0]) - names_of(model, decayed)
-    assert moved == {
-        "a.0.bias", "bn_like.bias", "rnn.bias_ih_l0", "rnn.bias_hh_l0", "attention.in_proj_bias",
-        "attention.out_proj.bias",
-    } | {"attention.bias_k", "attention.bias_v"}  # fmt: skip
-    assert {"a.0.weight", "rnn.weight_ih_l0", "attention.in_proj_weight"} <= names_of(model, decayed)
-    assert moved <= names_of(model, not_decayed)
-
-
-def test_frozen_parameters_are_skipped_and_shared_ones_come_once():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3), nn.LayerNorm(3))
-    model[1].weight = model[0].weight
-    model[3].weight = model[2].weight
-    model[0].bias.requires_grad_(False)
-    decayed, not_decayed = decay_groups(model)
-    assert [id(p) for p in decayed] == [id(model[0].weight), id(model[1].bias)]
-    assert [id(p) for p in not_decayed] == [id(model[2].weight), id(model[2].bias), id(model[3].bias)]
 
 
 def test_a_norm_layers_weights_do_not_shrink_without_a_gradient():
@@ -199,6 +229,123 @@ def test_a_whole_warmup_of_torch_steps_equals_equation_9():
         scheduler.step()
     expected = momentum_9(w, grads, WARMUP, 0.9, 1e-4, nesterov=True)[-1]
     np.testing.assert_allclose(model.weight.detach().numpy(), expected, rtol=1e-12)
+
+
+def test_momentum_correction_of_the_form_that_needs_none_is_refused_with_the_reason():
+    with pytest.raises(ConfigError) as error:
+        build_sgd(nn.Linear(2, 2), lr=0.1, momentum_correction=True)
+    assert "would be wrong here: torch's SGD keeps the learning rate outside the velocity" in str(error.value)
+    assert "use VelocitySGD" in str(error.value)
+
+
+def test_why_it_is_refused_a_factor_on_top_parts_form_9_from_itself():
+    # What torch's SGD would come to with the factor put on its velocity: not eq. (9) any more, after the first change.
+    w, grads = np.linspace(-1, 1, 5), gradients()
+    model = Weights(w)
+    optimizer = build_sgd(model, lr=0.1, nesterov=False, weight_decay=0.0)
+    for step, (g, lr) in enumerate(zip(grads, JUMP, strict=True)):
+        if step and lr != JUMP[step - 1]:
+            optimizer.state[model.weight]["momentum_buffer"] *= lr / JUMP[step - 1]
+        optimizer.param_groups[0]["lr"] = lr
+        model.weight.grad = torch.tensor(g)
+        optimizer.step()
+    assert np.abs(model.weight.detach().numpy() - momentum_9(w, grads, JUMP, 0.9)[-1]).max() > 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What a resolved recipe says of its optimizer."""
+
+    optimizer: str
+    lr: float = 0.1
+    momentum: float = 0.8
+    nesterov: bool = True
+    weight_decay: float = 0.01
+    exclude_biases: bool = False
+    betas: tuple[float, float] = (0.7, 0.95)
+    eps: float = 1e-3
+
+
+OURS = {
+    "sgd": lambda w, g, lrs, decay, _: momentum_9(w, g, lrs, 0.8, decay, True),
+    "velocity_sgd": lambda w, g, lrs, decay, _: momentum_9(w, g, lrs, 0.8, decay, True),
+    "lars": lambda w, g, lrs, decay, layerwise: lars(w, g, lrs, 0.8, decay, 0.001, True, layerwise),
+    "lamb": lambda w, g, lrs, decay, layerwise: lamb(w, g, lrs, (0.7, 0.95), 1e-3, decay, layerwise),
+    "adam": lambda w, g, lrs, decay, _: adam(w, g, lrs, (0.7, 0.95), 1e-3, coupled=decay),
+    "adamw": lambda w, g, lrs, decay, _: adam(w, g, lrs, (0.7, 0.95), 1e-3, decoupled=decay),
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("exclude_biases", [False, True])
+def test_the_optimizer_that_a_recipe_names_takes_its_numbers_and_no_others(name: str, exclude_biases: bool):
+    # Each parameter against the float64 oracle of its optimizer: weight, bias, gamma, beta, and one named in no_decay.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2, bias=False)).double()
+    starts = [parameter.detach().numpy().copy() for parameter in model.parameters()]
+    optimizer = build_optimizer(model, Numbers(optimizer=name, exclude_biases=exclude_biases), no_decay=["2.weight"])
+    lrs = [0.1, 0.1, 0.4, 0.02]
+    rng = np.random.default_rng(1)
+    grads = [[rng.normal(size=w.shape) for w in starts] for _ in lrs]
+    for step, lr in enumerate(lrs):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for parameter, g in zip(model.parameters(), grads[step], strict=True):
+            parameter.grad = torch.tensor(g)
+        optimizer.step()
+    layerwise = name in ("lars", "lamb")
+    decayed = [True, not exclude_biases and not layerwise, False, False, False]
+    for number, (w, parameter) in enumerate(zip(starts, model.parameters(), strict=True)):
+        decay = 0.01 if decayed[number] else 0.0
+        expected = OURS[name](w, [step[number] for step in grads], lrs, decay, decayed[number])[-1]
+        np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-9, atol=1e-12, err_msg=str(number))
+
+
+def test_a_resolved_recipe_is_taken_as_it_is():
+    resolved = Recipe(reference_batch=8, reference_lr=0.1, warmup_epochs=1.0).resolve(32, 1000)
+    optimizer = build_optimizer(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), resolved)
+    assert isinstance(optimizer, torch.optim.SGD)
+    (first, second) = optimizer.param_groups
+    assert (first["lr"], first["momentum"], first["nesterov"]) == (resolved.lr, 0.9, True)
+    assert (first["weight_decay"], second["weight_decay"]) == (1e-4, 0.0)
+    assert get_args(OptimizerName) == tuple(OPTIMIZERS)  # every optimizer that a recipe can name can be built
+
+
+def test_an_unknown_optimizer_names_the_known_ones():
+    with pytest.raises(ConfigError, match=r"'sdg' is not known. Use one of: sgd, velocity_sgd, lars, lamb, adam"):
+        build_optimizer(nn.Linear(2, 2), Numbers(optimizer="sdg"))
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": 0.0}, "lr is a finite learning rate above 0; got 0.0"),
+        ({"weight_decay": -1.0}, "weight_decay is a finite number of at least 0; got -1.0"),
+        ({"momentum": 1.0}, "momentum is in [0, 1); got 1.0"),
+        ({"betas": (1.0, 0.9)}, "betas are two numbers, each in [0, 1); got (1.0, 0.9)"),
+        ({"eps": 0.0}, "eps is a finite number above 0; got 0.0"),
+    ],
+)
+def test_every_optimizer_refuses_a_number_out_of_its_range(name: str, options: dict, words: str):
+    (field,) = options
+    unread = {"momentum": ("lamb", "adam", "adamw"), "betas": ("sgd", "velocity_sgd", "lars")}
+    unread["eps"] = unread["betas"]
+    numbers = Numbers(optimizer=name, **options)
+    if name in unread.get(field, ()):
+        build_optimizer(nn.Linear(2, 2), numbers)  # a number that the optimizer does not have is not looked at
+        return
+    with pytest.raises(ConfigError) as error:
+        build_optimizer(nn.Linear(2, 2), numbers)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_no_optimizer_is_made_for_a_frozen_model_or_a_pattern_that_matches_nothing(name: str):
+    with pytest.raises(ConfigError, match="nothing to train: all 2 parameters"):
+        build_optimizer(nn.Linear(2, 2).requires_grad_(False), Numbers(optimizer=name))
+    with pytest.raises(ConfigError, match=r"'wieght' of no_decay matches none of the 2 parameters. The nearest"):
+        build_optimizer(nn.Linear(2, 2), Numbers(optimizer=name), no_decay=["wieght"])
 
 
 def test_a_model_without_anything_to_train_is_refused():

@@ -85,7 +85,7 @@ def decay_groups(
         exclude_biases: also leave the biases of other layers without decay. Goyal 2017 excludes only gamma and beta
             of BN, hence False.
         no_decay: glob patterns of more parameters to leave without decay, matched against the whole name as
-            `model.named_parameters()` gives it: "pos_embed", "*.gamma". timm's list goes as `model.no_weight_decay()`.
+            `model.named_parameters()` gives it: "pos_embed", "*.gamma".
 
     Returns:
         (decayed, not_decayed), each in the order of `model.parameters()`.
