@@ -1,19 +1,23 @@
-"""Do Adam, batch norm, the measured rules and every shape resolve to their numbers, with what is doubtful about them?"""
+"""Do Adam, batch norm, the measured rules and every shape resolve to their numbers and their doubts?"""
 
 import dataclasses
+import itertools
 import math
 import pickle
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import largebatch.recipe.recipe as old_place
 from largebatch.errors import ConfigError
+from largebatch.recipe.optimizer import build_optimizer
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.recipes import goyal2017_resnet50
 from largebatch.recipe.resolve import ResolvedRecipe, check_layout
-from largebatch.recipe.schedule import WarmupStepDecay
+from largebatch.recipe.schedule import WarmupStepDecay, as_torch_scheduler
 from oracles.recipe_scaling import can_be_dealt
 
 IMAGENET, UNITS = 1_281_167, 60_000
@@ -189,6 +193,25 @@ def test_every_optimizer_says_its_form_and_its_source():
     assert "norm layers and biases" in rows(excluded)["weight_decay"][1]
 
 
+@pytest.mark.parametrize("name", ["sgd", "velocity_sgd", "lars", "lamb", "adam", "adamw"])
+def test_the_optimizer_and_its_scheduler_take_the_resolved_numbers(name: str):
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    resolved = dataclasses.replace(ADAM, optimizer=name, schedule="cosine").resolve(256, UNITS)
+    optimizer = build_optimizer(model, resolved)
+    scheduler = as_torch_scheduler(optimizer, resolved.schedule)
+    for step in range(3):
+        model(torch.eye(3)).square().sum().backward()
+        optimizer.step()
+        assert {group["lr"] for group in optimizer.param_groups} == {resolved.schedule.lr_at(step)}
+        scheduler.step()
+    for group in optimizer.param_groups:
+        if "betas" in group:
+            assert (tuple(group["betas"]), group["eps"]) == (resolved.betas, resolved.eps)
+        else:
+            assert group["momentum"] == 0.9
+    assert sorted({group["weight_decay"] for group in optimizer.param_groups}) == [0.0, 0.1]
+
+
 # Warmup and shapes
 
 
@@ -226,7 +249,7 @@ def test_every_shape_ends_where_the_run_ends(schedule: str, end_factor: float, b
     end_lr = end_factor * resolved.lr
     assert lr_at(num_steps) == end_lr == rows(resolved)["end_lr"][0]
     last = [lr_at(step) for step in range(max(resolved.warmup_steps, num_steps - 50), num_steps + 1)]
-    assert all(after <= before * (1 + 1e-12) for before, after in zip(last, last[1:], strict=False))
+    assert all(after <= before * (1 + 1e-12) for before, after in itertools.pairwise(last))
     if schedule == "wsd":
         decay_start = max(resolved.warmup_steps, resolved.steps_at(20 * (1 - fraction)))
         assert lr_at(decay_start) == pytest.approx(resolved.lr, rel=1e-12)

@@ -157,7 +157,7 @@ def check_layout(batch: int, world_size: int, accumulation: int, batchnorm_n: in
 
     def fits(candidate: int) -> bool:
         microbatch, rest = divmod(candidate, parts)
-        if rest or not microbatch:
+        if rest:
             return False
         if batchnorm_n is None or microbatch % batchnorm_n == 0:
             return True
