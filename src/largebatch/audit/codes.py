@@ -61,7 +61,7 @@ CODES: dict[str, Code] = {
     "LB104": Code(
         name="lr-not-scaled",
         severity="error",
-        why="k times the batch takes k times fewer steps an epoch, and goes with k times the learning rate for SGD "
+        why="A batch k times as large takes k times fewer steps an epoch; k times the rate goes with it for SGD "
         "(Goyal 2017, sec. 2.1), about sqrt(k) times for Adam (Malladi 2022). Left as it was, the error rose from "
         "23.74 % to 41.67 % at k = 32 (Goyal 2017, Table 2a).",
         fix="Scale the rate with the batch; Recipe(reference_batch=..., reference_lr=...).resolve(batch, ...) does.",
@@ -229,7 +229,7 @@ CODES: dict[str, Code] = {
         name="clipping-before-measuring",
         severity="warning",
         why="Clipping changes a gradient's norm by a factor that depends on its noise: moments of clipped gradients "
-        "are not those of McCandlish 2018, eq. (A.2), which is taken before any clipping, and the noise scale from them is biased.",
+        "are not those of McCandlish 2018, eq. (A.2), and the noise scale from them is biased.",
         fix="Read the gradients before they are clipped: let the monitor measure before clip_grad_norm_ is called.",
         wrong_when="the gradients' norms lay below the limit, so that nothing was clipped.",
     ),
@@ -237,7 +237,7 @@ CODES: dict[str, Code] = {
         name="optimizer-per-microbatch",
         severity="error",
         why="An optimizer that steps after every microbatch trains at a batch that is `accumulation` times smaller "
-        "than was asked for, at a rate and a schedule meant for the larger one (Goyal 2017, sec. 2.1, eq. (3) and (4)).",
+        "than was asked for, at a rate and a schedule meant for the larger one (Goyal 2017, eq. (3) and (4)).",
         fix="Call optimizer.step() and zero_grad() once every `accumulation` microbatches.",
         wrong_when="accumulation was given too high.",
     ),
