@@ -357,12 +357,17 @@ def reference() -> Setting:
     return Setting(reference_lr=tuned_lr())
 
 
-def flat_batches() -> tuple[int, int]:
-    """The largest batch whose error was within 0.3 points of the reference's in goyal_figure1.py, and twice that."""
+def flat_batch() -> int:
+    """The largest batch up to which errors were within 0.3 points of the reference's in goyal_figure1.py."""
     rows = json.loads((ROOT / "runs" / "goyal_figure1" / "result.json").read_text())["rows"]
     flat = REFERENCE_BATCH
     for row in rows[1:]:
         if row["difference"]["value"] > 0.3:
             break
         flat = row["batch"]
-    return flat, 2 * flat
+    return flat
+
+
+def large_batches() -> list[int]:
+    """32 times the reference, and the largest flat batch, which may be the same."""
+    return sorted({flat_batch(), 32 * REFERENCE_BATCH}, reverse=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from _goyal import BN_N, flat_batches, record, reference, row_of, train_all
+from _goyal import BN_N, flat_batch, record, reference, row_of, train_all
 
 SIZES = (2, 8, 32, 128)
 
 if __name__ == "__main__":
     started, name, base = time.perf_counter(), "goyal_bn_n", reference()
     rows = []
-    for batch in (flat_batches()[0], base.batch):
+    for batch in (flat_batch(), base.batch):
         sizes = sorted({size for size in SIZES if size < batch} | {BN_N, batch})
         settings = [replace(base, batch=batch, bn_n=size) for size in sizes]
         trainings = dict(zip(sizes, train_all(name, settings), strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from _goyal import flat_batches, record, reference, row_of, train_all
+from _goyal import large_batches, record, reference, row_of, train_all
 
 FLAWS = {
     "decay_norms": "weight decay on gamma and beta too (sec. 5.1)",
@@ -17,7 +17,7 @@ FLAWS = {
 
 if __name__ == "__main__":
     started, name, base = time.perf_counter(), "goyal_remarks", reference()
-    large = replace(base, batch=flat_batches()[0])
+    large = replace(base, batch=large_batches()[0])
     constant = replace(large, warmup="constant")
     right, jump, uncorrected = train_all(name, [large, constant, replace(constant, flaw="uncorrected")])
     rows = [row_of("right", right, right, "right")]

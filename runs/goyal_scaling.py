@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from _goyal import flat_batches, record, reference, row_of, train_all
+from _goyal import large_batches, record, reference, row_of, train_all
 
 if __name__ == "__main__":
     started, name, base = time.perf_counter(), "goyal_scaling", reference()
-    large = replace(base, batch=flat_batches()[0])
+    large = replace(base, batch=large_batches()[0])
     lr = base.reference_lr
     at_reference = train_all(name, [base, replace(base, reference_lr=lr / 2), replace(base, reference_lr=2 * lr)])
     by_rule = train_all(name, [large, replace(large, rule="sqrt"), replace(large, rule="none")])
