@@ -1,8 +1,8 @@
 """Experiment: which learning rate is best at the reference batch? The only place where anything is tuned.
 
-Factors of 2, from 0.05 outwards until the best has a neighbour on either side. Chosen is the smallest rate that the same
-seeds do not tell apart from the best: where errors are flat over several rates, a rate at the upper end would be close
-to breaking before it is scaled (Goyal 2017, sec. 5.3: a setting close to the breaking point is sensitive).
+Factors of 2, from 0.05 outwards until the best has a neighbour on either side. Chosen is the smallest rate that the
+same seeds do not tell apart from the best: where errors are flat over several rates, the upper end of them is close to
+breaking before it is scaled, and sensitive (Goyal 2017, sec. 5.3).
 """
 
 from __future__ import annotations
