@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import torchvision
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -108,6 +109,7 @@ class TestLearningRate:
             (0.1 / 16, 64, {"LB105"}),
             (0.1, 300, set()),  # too near to the reference to tell
             (0.15, 300, set()),
+            (0.18, 400, set()),  # 1.15 times the rule: it may have been tuned
         ],
     )
     def test_sgd(self, lr: float, batch: int, expected: set[str]):
@@ -196,6 +198,20 @@ class TestBCrit:
         )
         assert inspect(model, sgd(model), batch=1000, b_crit=1000.0) == []
         assert inspect(model, sgd(model), b_crit=1.0) == []  # no batch is known
+
+
+class TestModelsOfOtherKinds:
+    def test_a_compiled_model_is_named_as_it_is(self):
+        model = net()
+        found = inspect(torch.compile(model), sgd(model, weight_decay=1e-4))
+        assert found[0].seen == "2 parameters of BatchNorm2d have weight decay 0.0001: 1.weight, 1.bias."
+
+    def test_on_meta_and_lazy_models_what_has_no_values_is_not_judged(self):
+        with torch.device("meta"):
+            model = torchvision.models.resnet18()
+        assert codes(model, sgd(model, weight_decay=1e-4)) == {"LB101", "LB102"}
+        lazy = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d())
+        assert codes(lazy, SGD([nn.Parameter(torch.ones(1))], lr=0.1)) == {"LB109"}
 
 
 class TestNothingIsTouched:

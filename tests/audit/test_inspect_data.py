@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from largebatch.audit.inspect import inspect
 from largebatch.audit.look_order import order_of
+from largebatch.recipe.batch_sampler import ShuffledLoader
 
 DATA = list(range(64))
 MODEL = nn.Linear(2, 2)
@@ -126,6 +127,16 @@ class TestStoredOrder:
 
 
 class TestWrappers:
+    def test_our_own_deals_whole_steps(self):
+        loader = ShuffledLoader(DATA, batch=32, seed=0, rank=1, world_size=4, microbatch=4)
+        order = order_of(loader)
+        assert (order.batch, order.local_batch, order.num_workers, order.rank) == (32, 4, 4, 1)
+        assert seen(loader, world_size=4, rank=1) == {}
+        assert set(seen(loader, world_size=8)) == {"LB302"}
+        # The batch is known from it, and its accumulation is not to be given again.
+        assert set(seen(loader, reference_batch=8, reference_lr=0.1)) == {"LB104", "LB106"}
+        assert seen(loader, reference_batch=32, reference_lr=0.1) == {}
+
     def test_accelerates_shards_deal(self):
         loader = DataLoader(DATA, batch_size=8, shuffle=True)
         shard = prepare_data_loader(loader, num_processes=4, process_index=2, put_on_device=False)

@@ -169,7 +169,7 @@ CODES: dict[str, Code] = {
         why="Where the workers do not divide the data, a padding sampler repeats a few examples at the end of every "
         "epoch, so that they count twice (Goyal 2017, remark 4: an epoch is one permutation dealt out); an "
         "evaluation that pads is off by as much.",
-        fix="Set drop_last=True when training, or use a ShuffledStream, which neither pads nor drops.",
+        fix="Set drop_last=True in the sampler when training, or use a ShuffledStream, which neither pads nor drops.",
         wrong_when="the data are so many that a few repeats do not count.",
     ),
     "LB304": Code(

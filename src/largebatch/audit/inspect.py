@@ -56,7 +56,7 @@ def inspect(
         reference_lr: learning rate that the baseline was tuned with at `reference_batch`.
         recipe: in place of these two and `batchnorm_n`, with its own rule for the learning rate.
         batch: units in an optimizer step, over all workers and accumulations, in the unit of `reference_batch`; None
-            is the loader's batch times `accumulation` times `world_size`, in examples.
+            is the loader's batch times `accumulation` times `world_size`, in examples, or what a ShuffledLoader says.
         accumulation: batches of the loader in an optimizer step, on each worker.
         world_size: workers; None is what the loader's sampler deals to, else torch.distributed's, else 1.
         rank: this worker; None is not known.
@@ -100,6 +100,8 @@ def inspect(
     workers = known_world_size or 1
     if rank is not None and not (isinstance(rank, int) and 0 <= rank < workers):
         raise ConfigError(f"rank is 0 to world_size - 1 = {workers - 1}; got {rank!r}. Give world_size too.")
+    if batch is None and order is not None:
+        batch = order.batch or (order.local_batch * accumulation * workers if order.local_batch else None)
     local_batch = _local_batch(order, batch, accumulation, known_world_size)
     setup = Setup(
         model=_bare(model),
@@ -112,7 +114,7 @@ def inspect(
         recipe=recipe,
         reference_batch=reference_batch,
         reference_lr=reference_lr,
-        batch=batch or (order.local_batch * accumulation * workers if order and order.local_batch else None),
+        batch=batch,
         local_batch=local_batch,
         accumulation=accumulation,
         world_size=workers,
@@ -227,7 +229,8 @@ def _rates(
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
+    model = model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
+    return getattr(model, "_orig_mod", model)  # what torch.compile wraps
 
 
 def _is_lightning(model: nn.Module) -> bool:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.parameter import is_lazy
 
 from largebatch.audit.findings import Finding
 from largebatch.audit.look_setup import Setup, some
@@ -27,15 +29,24 @@ def look(setup: Setup) -> Iterator[Finding]:
 def _zero_gamma(model: nn.Module) -> Iterator[Finding]:
     if not any(isinstance(module, _ZEROED) for module in model.modules()):
         return
-    gammas = [getattr(module, "weight", None) for module in model.modules() if is_norm(module)]
-    if not all(bool(torch.all(gamma == 1)) for gamma in gammas if isinstance(gamma, torch.Tensor)):
-        return  # trained, loaded, or already as it should be
+    if not all(_is_1(getattr(module, "weight", None)) for module in model.modules() if is_norm(module)):
+        return  # trained, loaded, not yet drawn, or already as it should be
     last = [last.name for last in last_norms(model) if isinstance(last.norm, _ZEROED)]
     if last:
         yield Finding(
             code="LB103",
             seen=f"gamma is 1 in the norm that ends the branch of all {len(last)} residual blocks: {some(last)}.",
         )
+
+
+def _is_1(gamma: torch.Tensor | None) -> bool:
+    """Whether there is no gamma, or one that is 1 throughout; of a sharded one, this worker's part."""
+    if gamma is None:
+        return True
+    if gamma.is_meta or is_lazy(gamma):
+        return False
+    own = gamma.to_local() if isinstance(gamma, DTensor) else gamma  # the whole of it would be a collective
+    return bool(torch.all(own == 1))
 
 
 def _batch_norm(setup: Setup) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from largebatch.audit.findings import Finding
 from largebatch.audit.look_setup import Setup, some, trained_groups
@@ -59,7 +60,7 @@ def _missing(setup: Setup) -> Iterator[Finding]:
     owned = {id(parameter) for group in setup.optimizer.param_groups for parameter in group["params"]}
     missing = [(n, p) for n, p in setup.model.named_parameters() if p.requires_grad and id(p) not in owned]
     if missing:
-        num_weights = sum(parameter.numel() for _, parameter in missing)
+        num_weights = sum(parameter.numel() for _, parameter in missing if not is_lazy(parameter))
         yield Finding(
             code="LB109",
             seen=f"{len(missing)} trainable parameters ({num_weights} weights) are in no group of the optimizer: "

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
 
+from largebatch.recipe.batch_sampler import ShuffledBatches
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
@@ -26,6 +28,8 @@ class Order:
     """Examples in the data set; None where it has no length."""
     local_batch: int | None = None
     """Examples that this worker is given in one batch; None where it is not known."""
+    batch: int | None = None
+    """Examples in an optimizer step, where the sampler itself deals out whole steps (ShuffledBatches)."""
     num_workers: int | None = None
     """Workers that the data are dealt to; None where nothing deals them."""
     rank: int | None = None
@@ -42,6 +46,9 @@ def order_of(loader: Any) -> Order:
     loader = _innermost(loader)
     node: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     local_batch = getattr(node, "batch_size", None) if loader.batch_sampler is not None else None
+    ours = _ours(node)
+    if ours is not None:
+        local_batch = -(-ours.batch // (ours.world_size * ours.accumulation))
     whole = True
     dealt_by: Any = None
     while True:
@@ -64,6 +71,7 @@ def order_of(loader: Any) -> Order:
         dealt_by=dealt_by,
         num_examples=_length(loader.dataset),
         local_batch=local_batch if isinstance(local_batch, int) else None,
+        batch=ours.batch if ours is not None else None,
         num_workers=_count(dealer, "num_processes", "num_replicas", "world_size"),
         rank=_count(dealer, "process_index", "rank"),
     )
@@ -72,6 +80,10 @@ def order_of(loader: Any) -> Order:
 def is_of_accelerate(loader: Any) -> bool:
     """Whether accelerate prepared the loader, so that it deals to as many processes as there are."""
     return type(loader).__module__.startswith("accelerate.")
+
+
+def _ours(node: Any) -> ShuffledBatches | None:
+    return node if isinstance(node, ShuffledBatches) else None
 
 
 def _innermost(loader: Any) -> Any:

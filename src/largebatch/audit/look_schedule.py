@@ -15,6 +15,7 @@ from largebatch.errors import ConfigError
 WARMUP_FROM = 4.0
 """Times the reference batch from which a missing warmup is reported."""
 _SCALING_FROM = 1.5  # times the reference batch, or its inverse, from which a rate can be told from an unscaled one
+_CLEARLY = 1.2  # times what a rule gives; less may have been tuned
 
 
 def look(setup: Setup) -> Iterator[Finding]:
@@ -55,6 +56,7 @@ def _scaling(setup: Setup) -> Iterator[Finding]:
 
 def _bounds(setup: Setup, factor: float) -> tuple[float, float]:
     """Exponents of the batch between which a rate may have been scaled once."""
+    clear = math.log(_CLEARLY) / abs(math.log(factor))
     if setup.recipe is not None and setup.batch is not None:
         try:
             # Its learning rate alone: what else may stand against this batch is not asked here.
@@ -65,8 +67,8 @@ def _bounds(setup: Setup, factor: float) -> tuple[float, float]:
         except ConfigError:
             return -math.inf, math.inf  # the recipe cannot say what the rate should be
         exponent = math.log(lr / setup.recipe.reference_lr) / math.log(factor)
-        return (0.3 * exponent, 1.5 * exponent) if exponent > 0.1 else (-math.inf, math.inf)
-    return (0.15, 1.2) if _is_adaptive(setup.optimizer) else (0.15, 1.5)
+        return (0.3 * exponent, max(1.5 * exponent, exponent + clear)) if exponent > 0.1 else (-math.inf, math.inf)
+    return 0.15, max(1.2 if _is_adaptive(setup.optimizer) else 1.5, 1 + clear)
 
 
 def _is_adaptive(optimizer: Optimizer) -> bool:
