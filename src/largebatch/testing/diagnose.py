@@ -87,6 +87,8 @@ def _randomness(seen: Evidence) -> list[Cause]:
 
 
 def _gradients(seen: Evidence, explained: bool) -> list[Cause]:
+    if (decay := along_weights(seen, "gradient")) is not None:
+        return [cause("weight decay", decay)]
     quiet = seen.gradients("quiet")
     if quiet is None:
         return [] if explained else [cause("unknown", _not_found(seen))]
@@ -100,8 +102,6 @@ def _gradients(seen: Evidence, explained: bool) -> list[Cause]:
         found += _batch_norm(seen)
     elif uneven := _uneven(seen, one, several):
         found.append(uneven)
-    elif (decay := along_weights(seen, "quiet")) is not None:
-        found.append(cause("weight decay", decay))
     if found or explained:
         return found
     return [cause("unknown", _not_found(seen))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
@@ -87,26 +88,26 @@ def largest_gap(one: RunRecord, other: RunRecord, step: int) -> float:
     return max((gap.size for gap in gaps), default=0.0)
 
 
-def along_weights(seen: Evidence, variant: str) -> str | None:
-    """Words, when the difference is the weights times one number (in the parameters that differ)."""
-    one, several = (seen.one, seen.several) if variant == "update" else seen.variants[variant]
-    a, b = one.steps[seen.step], several[0].steps[seen.step]
-    first, second = (a.updates, b.updates) if variant == "update" else (a.gradients, b.gradients)
-    weights = weights_before(one, seen.step)
+def along_weights(seen: Evidence, what: Literal["gradient", "update"]) -> str | None:
+    """Words, when the difference is the weights (before or after the step) times one number, where there is one."""
+    one, other = seen.one.steps[seen.step], seen.several[0].steps[seen.step]
+    first, second = (one.updates, other.updates) if what == "update" else (one.gradients, other.gradients)
+    before = weights_before(seen.one, seen.step)
     usual = float(flat(first).norm())
-    factors: list[float] = []
-    for name, expected in first.items():
-        gap = (second[name].double() - expected.double()).reshape(-1)
-        if float(gap.norm()) <= seen.tolerance * max(float(expected.double().norm()), 0.1 * usual):
-            continue
-        factor, rest = fit_ratio(gap, weights[name].double().reshape(-1))
-        if not rest <= 0.01:
-            return None
-        factors.append(factor)
-    if not factors or max(factors) - min(factors) > 0.02 * abs(factors[0]):
-        return None
-    what = "update" if variant == "update" else "gradient"
-    return (
-        f"with {seen.layout}, in step {seen.step}, the {what} differs from that on one worker by the weights times one "
-        f"number, in {len(factors)} of {len(first)} parameters."
-    )
+    gaps = {name: (second[name].double() - expected.double()).reshape(-1) for name, expected in first.items()}
+    gaps = {
+        name: gap
+        for name, gap in gaps.items()
+        if float(gap.norm()) > seen.tolerance * max(float(first[name].double().norm()), 0.1 * usual)
+    }
+    if sum(gap.numel() for gap in gaps.values()) <= len(gaps):
+        return None  # one number is along any other
+    for weights in (before, {name: before[name] + one.updates[name] for name in before}):
+        fits = [fit_ratio(gap, weights[name].double().reshape(-1)) for name, gap in gaps.items()]
+        factors = [factor for factor, _ in fits]
+        if all(rest <= 0.01 for _, rest in fits) and max(factors) - min(factors) <= 0.02 * abs(factors[0]):
+            return (
+                f"with {seen.layout}, in step {seen.step}, the {what} differs from that on one worker by "
+                f"{factors[0]:.4g} times the weights, in {len(gaps)} of {len(first)} parameters."
+            )
+    return None

@@ -124,8 +124,8 @@ class _Crew:
                 target=_work, args=(rank, self.world_size, str(self.folder), sender, timeout, body, tuple(args))
             )
             self.pipes.append(receiver)
-            worker.start()
             self.workers.append(worker)
+            worker.start()
             sender.close()
 
     def wait(self, timeout: float) -> None:
@@ -217,6 +217,7 @@ class _Crew:
         return ""
 
     def end(self) -> None:
+        self.workers = [worker for worker in self.workers if worker.pid is not None]
         for worker in self.workers:
             try:
                 os.killpg(worker.pid, signal.SIGKILL)  # with whatever it started

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -49,8 +49,11 @@ def without(suspects: frozenset[Suspect], model: nn.Module) -> Generator[None]:
     if "batch norm" in suspects:
         for module in batch_norms(model):
             handles += _hold_statistics(module)
+    seen: AbstractContextManager[Any] = nullcontext()
+    if suspects & {"clipping", "randomness"}:
+        seen = _Quiet("clipping" in suspects, "randomness" in suspects)
     try:
-        with _Quiet("clipping" in suspects, "randomness" in suspects):
+        with seen:
             yield
     finally:
         for handle in handles:
