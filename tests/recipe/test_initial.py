@@ -134,7 +134,7 @@ class Gated(Plain):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         out = self.gate(self.c(self.a(x)))
         if mask is not None:
-            out = out * mask
+            out = torch.where(mask, out, torch.ones(()))
         return self.total(x, out)
 
 
