@@ -174,9 +174,12 @@ def test_a_step_that_the_scaler_skips_is_a_step_and_no_second_schedule_step():
     loop = Loop(scaler=torch.amp.GradScaler("cpu", init_scale=2.0**127))
     loop.monitor.close()
     loop.monitor.step = lambda: None
+    loss, taken = loop.loss, []
+    loop.loss = lambda inputs, labels: 1000 * loss(inputs, labels)  # beyond float32 until the scale has halved often
+    loop.optimizer.register_step_post_hook(lambda *_: taken.append(1))
     with loop.watched() as watched:
         loop.run()
-    assert codes(watched) == [] and watched.num_steps == 8
+    assert codes(watched) == [] and watched.num_steps == 8 and len(taken) < 4
 
 
 def test_an_accumulation_that_was_asked_for_and_never_happens_is_found():
@@ -234,6 +237,80 @@ def test_a_first_look_at_a_batch_is_no_epoch():
         next(iter(loop.loader))
         loop.run(1)
     assert codes(watched) == []
+
+
+def test_a_pass_without_a_backward_is_no_epoch_either():
+    loop = Loop()
+    with loop.watched() as watched:
+        loop.run(1)
+        assert len(list(loop.loader)) == 8  # the same epoch once more: an evaluation on the training data, say
+    assert codes(watched) == []
+
+
+def test_a_watch_may_begin_in_the_middle_of_a_step():
+    loop = Loop()
+    loop.monitor.close()
+    batches = list(loop.loader)
+    (loop.loss(*batches[0])).backward()
+    with loop.watched() as watched:
+        for index, (inputs, labels) in enumerate(batches[1:6]):
+            loop.loss(inputs, labels).backward()
+            if index % 2 == 0:
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+                loop.scheduler.step()
+    assert codes(watched) == [] and watched.num_steps == 3
+
+
+def test_a_monitor_that_measures_what_a_scaler_has_unscaled_measures_nothing_clipped():
+    for clips in (False, True):
+        loop = Loop(scaler=half_scaler())
+        with loop.watched(monitor=loop.monitor) as watched:
+            for inputs, labels in list(loop.loader)[:2]:
+                loop.scaler.scale(loop.loss(inputs, labels)).backward()
+            loop.scaler.unscale_(loop.optimizer)
+            if clips:  # by hand, where no function is called and no version counted
+                for parameter in loop.model.parameters():
+                    parameter.grad.data.mul_(0.5)
+                with pytest.raises(ConfigError, match="gradients were changed"):
+                    loop.monitor.step()
+            else:
+                loop.monitor.step()
+            loop.scaler.step(loop.optimizer)
+        assert codes(watched) == (["LB406"] if clips else [])
+
+
+@pytest.mark.parametrize("total", [False, True], ids=["by its own mask", "by the step's total"])
+def test_masked_sums_are_weighed_by_what_they_are_divided_by(total):
+    loop = Loop()
+    loop.monitor.close()
+    masks = [torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 0.0, 0.0])]
+    with loop.watched() as watched:
+        for (inputs, labels), mask in zip(loop.loader, masks, strict=False):
+            each = F.cross_entropy(loop.model(inputs), labels, reduction="none") * mask
+            (each.sum() / 6 if total else each.sum() / mask.sum() / 2).backward()
+        loop.optimizer.step()
+    assert codes(watched) == ([] if total else ["LB403"])
+    if not total:
+        assert "microbatches of 4, 2 units weigh 0.5 each" in watched.findings[0].seen
+
+
+def test_a_reentrant_checkpoint_s_own_backward_is_no_microbatch():
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 1)
+    model = nn.Sequential(first, last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, accumulation=2) as watched:
+        for _ in range(3):
+            for _ in range(2):
+                (
+                    last(checkpoint(first, torch.randn(4, 4, requires_grad=True), use_reentrant=True)).mean() / 2
+                ).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert codes(watched) == [] and watched.num_backwards == 6 and watched.unread == ()
 
 
 def test_samplers_draw_what_they_drew_whatever_they_are():
