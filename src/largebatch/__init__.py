@@ -1,5 +1,6 @@
 """largebatch: find the batch size that is worth it, then train at it without losing accuracy."""
 
+from largebatch import audit, testing
 from largebatch.errors import (
     CheckpointError,
     ConfigError,
@@ -15,10 +16,15 @@ from largebatch.noise.advice import Advice
 from largebatch.noise.estimate import NoiseScale, noise_scale
 from largebatch.noise.moments import StepMoments, solve_moments
 from largebatch.noise.monitor import NoiseScaleMonitor
-from largebatch.recipe.optimizer import build_sgd
-from largebatch.recipe.recipe import Recipe, ResolvedRecipe, goyal2017_resnet50
+from largebatch.recipe import recipes
+from largebatch.recipe.batch_sampler import ShuffledLoader
+from largebatch.recipe.batchnorm import batchnorm_over
+from largebatch.recipe.optimizer import build_optimizer, build_sgd
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.resolve import ResolvedRecipe
 from largebatch.recipe.sampler import ShuffledStream, rank_slice
 from largebatch.recipe.schedule import Constant, WarmupStepDecay, as_torch_scheduler
+from largebatch.recipe.step_loss import StepLoss
 from largebatch.records.moments_log import MomentsLog
 from largebatch.tasks.task import Task, TensorSplit, count_rows, count_wrong, cross_entropy_sum
 from largebatch.units import BatchSize, Duration
@@ -41,19 +47,25 @@ __all__ = [
     "Recipe",
     "RecordError",
     "ResolvedRecipe",
+    "ShuffledLoader",
     "ShuffledStream",
+    "StepLoss",
     "StepMoments",
     "StorageError",
     "Task",
     "TensorSplit",
     "WarmupStepDecay",
     "as_torch_scheduler",
+    "audit",
+    "batchnorm_over",
+    "build_optimizer",
     "build_sgd",
     "count_rows",
     "count_wrong",
     "cross_entropy_sum",
-    "goyal2017_resnet50",
     "noise_scale",
     "rank_slice",
+    "recipes",
     "solve_moments",
+    "testing",
 ]

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from largebatch.errors import ConfigError
-from largebatch.recipe.recipe import Recipe, goyal2017_resnet50
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.recipes import goyal2017_resnet50
 from largebatch.recipe.scaling import noise_scale_lr
 
 IMAGENET = 1_281_167

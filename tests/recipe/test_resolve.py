@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import largebatch.recipe.recipe as old_place
 from largebatch.errors import ConfigError
 from largebatch.recipe.optimizer import build_optimizer
 from largebatch.recipe.recipe import Recipe
@@ -45,7 +44,6 @@ def test_goyal2017_resnet50_is_table_5_1_of_the_paper():
         start_lr=0.1, peak_lr=3.2, warmup_steps=782, decay_steps=(4692, 9384, 12511)
     )
     assert resolved.warnings == ()
-    assert old_place.goyal2017_resnet50() == recipe
 
 
 def test_beyond_8192_goyals_recipe_warns_and_names_what_was_measured():

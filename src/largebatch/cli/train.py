@@ -49,6 +49,8 @@ def train_command(
         [(number.name, f"{number.value:g}" if isinstance(number.value, float) else number.value, number.rule,
           number.source) for number in resolved.numbers],
     )  # fmt: skip
+    for warning in resolved.warnings:
+        console.print(f"note: {warning}", soft_wrap=True, markup=False)
     part = microbatch or microbatch_for(size, Protocol(), loaded.max_microbatch)
     if part >= size:
         raise ConfigError(

@@ -199,10 +199,3 @@ class Recipe:
 def _check_known(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(f"{name} {value!r} is not known. Use one of: {', '.join(known)}.")
-
-
-def goyal2017_resnet50() -> Recipe:
-    """The recipe that trained ResNet-50 on ImageNet in one hour: `recipes.goyal2017_resnet50`, under its old name."""
-    from largebatch.recipe import recipes
-
-    return recipes.goyal2017_resnet50()

@@ -20,7 +20,7 @@ from largebatch.errors import CheckpointError, ConfigError, RecordError
 from largebatch.noise.moments import StepMoments
 from largebatch.noise.monitor import NoiseScaleMonitor
 from largebatch.recipe.loss import normalise
-from largebatch.recipe.optimizer import build_sgd
+from largebatch.recipe.optimizer import build_optimizer
 from largebatch.recipe.sampler import ShuffledStream, draws
 from largebatch.records.files import JsonLines, read_json, write_json
 from largebatch.records.schema import RunRecord, RunSpec
@@ -86,7 +86,7 @@ class Run:
         self.checkpoint_path = folder / "checkpoint.pt"
         self.progress = Progress(crossings=[None] * len(spec.goals))
         self.stream = ShuffledStream(len(task.train), spec.seed)
-        resolved = task.recipe.resolve(spec.batch, len(task.train), lr=spec.lr, rule="given")
+        self._resolved = resolved = task.recipe.resolve(spec.batch, len(task.train), lr=spec.lr, rule="given")
         self._num_lines = {"steps": 0, "evaluations": 0}
         self.schedule: Callable[[int], float] = (
             resolved.schedule.lr_at if spec.schedule == "goyal" else lambda _: spec.lr
@@ -123,10 +123,7 @@ class Run:
         torch.manual_seed(spec.seed)
         model = task.model().to(self.device)
         model.train()
-        recipe = task.recipe
-        optimizer = build_sgd(
-            model, lr=spec.lr, momentum=recipe.momentum, nesterov=recipe.nesterov, weight_decay=recipe.weight_decay
-        )
+        optimizer = build_optimizer(model, self._resolved)
         microbatch = spec.microbatch or min(spec.batch, task.max_microbatch)
         monitor = None
         if spec.monitor:

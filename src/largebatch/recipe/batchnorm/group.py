@@ -12,8 +12,6 @@ from torch import Tensor
 from largebatch.errors import ConfigError
 from largebatch.recipe.batchnorm.normalise import BatchNorm, check_input, normalise, update_running_statistics
 
-_in_eager_mode: Any = torch.compiler.disable
-
 
 class GroupBatchNorm(BatchNorm):
     """Batch norm for inputs of any dimension over all examples that the workers of a process group hold together.
@@ -38,17 +36,21 @@ class GroupBatchNorm(BatchNorm):
     Source: Goyal 2017, eq. (5): n belongs to the loss, and not to the hardware.
     """
 
+    _is_eager = False
+
     def __init__(self, num_features: int, group: dist.ProcessGroup, **options: Any) -> None:
         """Make the layer; see the class."""
         super().__init__(num_features, **options)
         self.group: dist.ProcessGroup | None = group
+        cls: Any = GroupBatchNorm
+        if not cls._is_eager:  # only now, not at import: torch.compiler.disable imports the compiler, for seconds
+            cls._over_workers, cls._is_eager = torch.compiler.disable(cls._over_workers), True
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         """The normalised input."""
         check_input(self, input)
         return self._over_workers(input) if self.training else super().forward(input)
 
-    @_in_eager_mode
     def _over_workers(self, values: Tensor) -> Tensor:
         if self.group is None:
             raise ConfigError(
