@@ -17,6 +17,7 @@ from largebatch.recipe.batchnorm import (
     batchnorm_layers,
     batchnorm_over,
 )
+from largebatch.recipe.decay import is_norm
 from workers import on_workers
 
 
@@ -220,3 +221,9 @@ def grouped(rank: int) -> tuple:
 def test_neighbouring_workers_form_the_groups():
     for rank, found in enumerate(on_workers(4, grouped)):
         assert found == ([0, 1] if rank < 2 else [2, 3], True, [("ghost", 4)] * 2, True, 0.0)
+
+
+def test_gamma_and_beta_are_still_known_as_a_norms():
+    # Weight decay is left out by module type (Goyal 2017, sec. 5.1), so the new types must count as norms.
+    model = batchnorm_over(small(), 8, local_batch=16)
+    assert all(is_norm(layer) for layer in (model[1], model[4], GroupBatchNorm(3, None)))

@@ -126,15 +126,14 @@ def test_ghost_layers_normalise_by_runs_during_the_pass():
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_a_compiled_model_is_run_eagerly():
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
-    plain = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="eager")
+def test_a_compiled_model_gets_the_same():
+    layer, plain = (nn.BatchNorm1d(3).double() for _ in range(2))
+    compiled = torch.compile(layer, backend="eager")
     batches = batches_of([4, 4])
     for each in (compiled, plain):
         each(batches[0])
         recompute_statistics(each, batches)
-    torch.testing.assert_close(model[1].running_var, plain[1].running_var, rtol=0, atol=0)
+    torch.testing.assert_close(layer.running_var, plain.running_var, rtol=0, atol=0)
 
 
 class Fails(nn.BatchNorm1d):

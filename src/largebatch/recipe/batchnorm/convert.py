@@ -65,7 +65,7 @@ def batchnorm_over(model: nn.Module, n: int, *, local_batch: int, world_size: in
     >>> batchnorm_layers(model, local_batch=256)
     [BatchNormLayer(name='1', form='ghost', n=32)]
 
-    Source: Goyal 2017, sec. 3.1 (eq. 5 to 7): n is a hyper-parameter of batch norm and is kept when the batch grows.
+    Source: Goyal 2017, sec. 2.3, eq. (5) to (7): n is a hyper-parameter of batch norm and is kept when the batch grows.
     """
     _check_layout(n, local_batch, world_size, rank)
     found = {module: name for name, module in model.named_modules() if isinstance(module, BatchNorm)}

@@ -168,7 +168,7 @@ def _watched(layers: list[BatchNorm], moments: list[_Moments]) -> Generator[None
         for layer, into in zip(layers, moments, strict=True)
     ]
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiled code does not look for hooks
+        with torch.compiler.set_stance("force_eager"):  # for a look in passing nothing is compiled anew
             yield
     finally:
         for handle in handles:
