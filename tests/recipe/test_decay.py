@@ -172,7 +172,8 @@ class CosineHead(nn.Module):  # a matrix and an eps
 
 @pytest.mark.parametrize(
     "layer",
-    [ApexLikeRMSNorm(4), LayerNorm(4), BroadcastNorm(), RmsNorm2d(4), GlobalResponseNorm(4), nn.RMSNorm(4), nn.LazyBatchNorm2d(),
+    [ApexLikeRMSNorm(4), LayerNorm(4), BroadcastNorm(), RmsNorm2d(4), GlobalResponseNorm(4),
+     nn.RMSNorm(4), nn.LazyBatchNorm2d(),
      torchvision.ops.FrozenBatchNorm2d(4), timm.layers.BatchNormAct2d(4), timm.layers.FrozenBatchNormAct2d(4),
      timm.layers.EvoNorm2dS0(4, groups=2), timm.layers.FilterResponseNormTlu2d(4), timm.layers.RmsNormAct2d(4),
      torchvision.models.convnext.LayerNorm2d(4)],
@@ -184,7 +185,8 @@ def test_a_norm_is_known_by_how_it_is_built(layer: nn.Module):
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.PReLU(4), LayerScale(4), GeM(), WeightedPool(), NormalPrior(4), NormedBlock(), CosineHead(), nn.Linear(1, 1), nn.Identity(),
+    [nn.PReLU(4), LayerScale(4), GeM(), WeightedPool(), NormalPrior(4), NormedBlock(), CosineHead(),
+     nn.Linear(1, 1), nn.Identity(),
      nn.Embedding(4, 1), nn.LazyLinear(4), timm.layers.ScaledStdConv2d(4, 4, 1), timm.layers.ConvNormAct(4, 4, 1),
      nn.Sequential(nn.BatchNorm1d(4)), nn.utils.parametrizations.weight_norm(nn.Linear(4, 1))],
     ids=lambda layer: type(layer).__name__,
