@@ -162,3 +162,32 @@ def with_accelerate(rank):
 def test_the_scheduler_that_accelerate_prepares_steps_once_a_process():
     for worker in on_workers(2, with_accelerate):
         assert worker == {False: ([], 8, ()), True: (["LB402"], 8, ())}
+
+
+class LossInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(1, 1)
+
+    def forward(self, inputs):
+        outputs = self.used(inputs)
+        return outputs, F.cross_entropy(outputs, torch.zeros(len(inputs), dtype=torch.long))
+
+
+def with_the_loss_inside(rank):
+    found = []
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(LossInside(), **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with watch(model, optimizer) as watched:
+            for _ in range(3):
+                model(ROWS[: 4 - rank])[1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(([finding.code for finding in watched.findings], watched.unread))
+    return found
+
+
+def test_a_loss_that_comes_out_of_a_wrapped_model_is_read():
+    assert on_workers(2, with_the_loss_inside) == [[(["LB404"], ())] * 2] * 2
