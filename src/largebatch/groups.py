@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,6 +30,11 @@ def sum_over_workers(values: Tensor, groups: Sequence[dist.ProcessGroup]) -> Non
     """
     for group in groups:
         dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
+
+
+def is_spread(tensor: Any) -> TypeGuard[Any]:
+    """Whether each worker holds a part: a DTensor, known by its mesh, since its class takes a second to import."""
+    return hasattr(tensor, "device_mesh")
 
 
 def share_out(sizes: Sequence[int], world_size: int) -> list[int]:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
 
 from largebatch.audit.findings import Finding
 from largebatch.audit.look_setup import Setup, some
+from largebatch.groups import is_spread
 from largebatch.recipe.batchnorm import GhostBatchNorm, GroupBatchNorm
 from largebatch.recipe.decay import is_norm
 from largebatch.recipe.initial import last_norms
@@ -45,7 +45,7 @@ def _is_1(gamma: torch.Tensor | None) -> bool:
         return True
     if gamma.is_meta or is_lazy(gamma):
         return False
-    own = gamma.to_local() if isinstance(gamma, DTensor) else gamma  # the whole of it would be a collective
+    own = gamma.to_local() if is_spread(gamma) else gamma  # the whole of it would be a collective
     return bool(torch.all(own == 1))
 
 

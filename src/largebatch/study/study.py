@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from largebatch.errors import ConfigError
 from largebatch.recipe.scaling import eps_max_from, noise_scale_lr
@@ -31,7 +31,6 @@ from largebatch.study.sweep import Search, confirm, search_lrs
 FEW_STEPS = 50
 """Steps to the hardest goal at the baseline below which the result carries a warning."""
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 Configure = Callable[[Context], None]
 
@@ -178,10 +177,11 @@ def warn_of_batch_norm(context: Context) -> None:
     """A batch-norm layer makes the microbatch part of the loss (Goyal 2017, sec. 2.3): say so."""
     with torch.random.fork_rng(devices=[]):
         model = context.task.model()
-    if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
+    if any(isinstance(module, BatchNorm) for module in model.modules()):
         context.warn(
             "The model has batch-norm layers, whose loss depends on how many examples share a forward: the measured "
-            "run's microbatches and other batch sizes train slightly different losses. A fixed n is not supported yet."
+            "run's microbatches and other batch sizes train slightly different losses. A study trains at no fixed n yet; "
+            "largebatch.batchnorm_over fixes it in a loop of your own."
         )
 
 

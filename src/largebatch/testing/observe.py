@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from largebatch.errors import ConfigError
+from largebatch.groups import is_spread
 from largebatch.testing.deal import microbatches, num_examples, share_of, share_sizes, take
 from largebatch.testing.processes import Say, seed_all
 from largebatch.testing.quiet import Suspect, batch_norms, without
@@ -121,7 +121,7 @@ def _observe_one(rank: int, world_size: int, say: Say, job: Job, run: Run) -> Ru
     say("make")
     seed_all(job.seed)
     model, optimizer, step = _unpack(job.make(rank, world_size))
-    sharded = any(isinstance(tensor, DTensor) for tensor in model.parameters())
+    sharded = any(is_spread(tensor) for tensor in model.parameters())
     made = 0 if sharded else hash_of(b"".join(hash_of(local(p)).to_bytes(8, "big") for p in model.parameters()))
     start = Path(job.folder) / "start"
     if start.exists():
@@ -246,7 +246,7 @@ def _plain(value: Any) -> Any:
 
 
 def _number(loss: Any) -> float | None:
-    if isinstance(loss, DTensor):
+    if is_spread(loss):
         loss = loss.full_tensor()
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return float(loss.detach())

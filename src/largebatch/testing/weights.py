@@ -6,10 +6,10 @@ import hashlib
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from largebatch.errors import ConfigError
+from largebatch.groups import is_spread
 
 Named = dict[str, Tensor]
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -64,7 +64,9 @@ def load_whole(model: nn.Module, start: Named, world_size: int) -> None:
     with torch.no_grad():
         for name, tensor in own.items():
             value = start[name].to(tensor.device)
-            if isinstance(tensor, DTensor):
+            if is_spread(tensor):
+                from torch.distributed.tensor import distribute_tensor  # takes a second to import
+
                 value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
             tensor.detach().copy_(value)
 
@@ -78,7 +80,7 @@ def whole(named: Named, keep: bool) -> Named:
     found: Named = {}
     for name, tensor in named.items():
         tensor = tensor.detach()
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full: Tensor = tensor.full_tensor() if is_spread(tensor) else tensor
         if keep:
             found[name] = full.cpu().clone()
     return found
@@ -92,7 +94,7 @@ def dense(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """This worker's own part, on the CPU."""
     tensor = tensor.detach()
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu()
+    return (tensor.to_local() if is_spread(tensor) else tensor).cpu()
 
 
 def hash_of(data: Tensor | bytes) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.errors import ConfigError
@@ -118,8 +119,7 @@ def check_averaged(ddp: DistributedDataParallel, *, synced: bool | None) -> None
 
 def warn_of_batch_norm(model: nn.Module) -> None:
     """Log a warning where a model's layers couple the examples of a microbatch."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    num_norms = sum(isinstance(module, kinds) and module.training for module in model.modules())
+    num_norms = sum(isinstance(module, BatchNorm) and module.training for module in model.modules())
     if num_norms:
         logger.warning(
             "noise scale: %d batch norm layer(s) in training couple the examples of a microbatch: the noise is that of "
