@@ -180,8 +180,8 @@ def warn_of_batch_norm(context: Context) -> None:
     if any(isinstance(module, BatchNorm) for module in model.modules()):
         context.warn(
             "The model has batch-norm layers, whose loss depends on how many examples share a forward: the measured "
-            "run's microbatches and other batch sizes train slightly different losses. A study trains at no fixed n yet; "
-            "largebatch.batchnorm_over fixes it in a loop of your own."
+            "run's microbatches and other batch sizes train slightly different losses. A study trains at no fixed "
+            "n yet; largebatch.batchnorm_over fixes it in a loop of your own."
         )
 
 
