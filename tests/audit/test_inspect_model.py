@@ -58,6 +58,18 @@ class TestZeroGamma:
     def test_where_it_is_zero_or_no_question(self, make):
         assert seen(make()) == {}
 
+    def test_layer_norms_that_end_a_branch_are_not_what_the_paper_speaks_of(self):
+        class Block(nn.Module):
+            def __init__(self, norm: nn.Module):
+                super().__init__()
+                self.fc, self.norm = nn.Linear(4, 4), norm
+
+            def forward(self, x):
+                return x + self.norm(self.fc(x))
+
+        assert seen(Block(nn.LayerNorm(4))) == {}
+        assert set(seen(Block(nn.BatchNorm1d(4)))) == {"LB103"}
+
     def test_a_net_that_was_trained_or_set_is_left_alone(self):
         model = resnet()
         with torch.no_grad():

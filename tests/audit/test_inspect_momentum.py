@@ -117,6 +117,22 @@ def test_a_velocity_that_is_there_already_is_neither_used_nor_touched():
     assert optimizer.state[model.weight]["momentum_buffer"] is buffer and torch.equal(buffer, before)
 
 
+class Heavy:
+    """A hook that holds the training."""
+
+    def __call__(self, *_) -> None:
+        raise AssertionError("called")
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("copied")
+
+
+def test_hooks_are_neither_called_nor_copied():
+    optimizer = SGD(params(), lr=0.1, momentum=0.9)
+    optimizer.register_step_pre_hook(Heavy())
+    assert form_of(optimizer) == "as it should be"
+
+
 class CorrectingScheduler(LRScheduler):
     """What a callback written for the velocity form does: momentum times new_lr / old_lr while the rate changes."""
 
