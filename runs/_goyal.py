@@ -74,10 +74,13 @@ class Setting:
     flaw: str = ""
     """Which remark of the paper is broken: decay_norms, cancelled_k, uncorrected, local_n, overlap, same_shuffle."""
 
+    epochs: int = EPOCHS
+    """Passes over the data; decays stay at a half and three quarters of them."""
+
     @property
     def is_plain(self) -> bool:
         """Whether nothing but batch and rate differs from the recipe."""
-        return self == Setting(batch=self.batch, reference_lr=self.reference_lr)
+        return self == Setting(batch=self.batch, reference_lr=self.reference_lr, epochs=self.epochs)
 
 
 @cache
@@ -92,7 +95,8 @@ def pictures() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def resolved(setting: Setting) -> ResolvedRecipe:
     """Every number of a training, by the recipe alone."""
     recipe = Recipe(
-        reference_batch=REFERENCE_BATCH, reference_lr=setting.reference_lr, epochs=EPOCHS, decay_epochs=DECAY_EPOCHS,
+        reference_batch=REFERENCE_BATCH, reference_lr=setting.reference_lr, epochs=setting.epochs,
+        decay_epochs=tuple(epoch * setting.epochs / EPOCHS for epoch in DECAY_EPOCHS),
         warmup=setting.warmup, warmup_epochs=WARMUP_EPOCHS, weight_decay=WEIGHT_DECAY, scaling=setting.rule,
         batchnorm_n=BN_N,
     )  # fmt: skip
@@ -196,7 +200,7 @@ def evaluate(net: ResidualNet, setting: Setting, epoch: int) -> dict[str, Tensor
     images = pictures()[0][:NUM_STATISTICS].repeat(1, len(SEEDS), 1, 1)
     kept = {name: value.clone() for name, value in net.named_buffers()}
     errors = {"error": _test_error(net)}
-    if epoch <= EPOCHS - LAST_EPOCHS and not setting.is_plain:
+    if epoch <= setting.epochs - LAST_EPOCHS and not setting.is_plain:
         return errors
     recompute_statistics(net, images, at_once=max(AT_ONCE, setting.bn_n))
     errors["recomputed_error"] = _test_error(net)
@@ -243,7 +247,8 @@ def finished() -> Trainings:
         for path in sorted((ROOT / "runs").glob("goyal_*/trainings.jsonl"))
         for line in path.read_text().splitlines()
     ]
-    return {json.dumps(row["setting"], sort_keys=True): row for row in rows}
+    settings = [Setting(**row["setting"]) for row in rows]
+    return {key(setting): {**row, "setting": asdict(setting)} for setting, row in zip(settings, rows, strict=True)}
 
 
 def train_all(name: str, settings: Iterable[Setting]) -> list[dict[str, Any]]:
