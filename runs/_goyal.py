@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
+import _goyal_emoji
 import numpy as np
 import torch
 from _goyal_net import MOMENTUM, ResidualNet, move_statistics_by, recompute_statistics
@@ -74,20 +75,25 @@ class Setting:
     flaw: str = ""
     """Which remark of the paper is broken: decay_norms, cancelled_k, uncorrected, local_n, overlap, same_shuffle."""
 
+    data: str = "fashion-mnist"
+    """fashion-mnist, or emoji: all 3,048 training and 764 test pictures of _goyal_emoji.py."""
     epochs: int = EPOCHS
     """Passes over the data; decays stay at a half and three quarters of them."""
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing but batch and rate differs from the recipe."""
-        return self == Setting(batch=self.batch, reference_lr=self.reference_lr, epochs=self.epochs)
+        return self == Setting(batch=self.batch, reference_lr=self.reference_lr, data=self.data, epochs=self.epochs)
 
 
 @cache
-def pictures() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training and test pictures as 4 channels of 14x14, and their labels."""
-    task = fashion_mnist.load(ROOT / "data" / "fashion-mnist")
-    (train, labels), (test, test_labels) = task.train.tensors, task.held_out.tensors
+def pictures(data: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training and test pictures as 14x14, every 2x2 pixels in the channels, and their labels."""
+    if data == "emoji":
+        train, labels, test, test_labels = _goyal_emoji.load(ROOT / "data" / "emoji")
+    else:
+        task = fashion_mnist.load(ROOT / "data" / "fashion-mnist")
+        (train, labels), (test, test_labels) = task.train.tensors, task.held_out.tensors
     folded = [functional.pixel_unshuffle(images, 2).contiguous() for images in (train[:NUM_TRAIN], test)]
     return folded[0], labels[:NUM_TRAIN], folded[1], test_labels
 
@@ -100,7 +106,7 @@ def resolved(setting: Setting) -> ResolvedRecipe:
         warmup=setting.warmup, warmup_epochs=WARMUP_EPOCHS, weight_decay=WEIGHT_DECAY, scaling=setting.rule,
         batchnorm_n=BN_N,
     )  # fmt: skip
-    return recipe.resolve(setting.batch, NUM_TRAIN)
+    return recipe.resolve(setting.batch, len(pictures(setting.data)[1]))
 
 
 def optimizer_of(net: nn.Module, setting: Setting, recipe: ResolvedRecipe) -> Optimizer:
@@ -117,15 +123,15 @@ def optimizer_of(net: nn.Module, setting: Setting, recipe: ResolvedRecipe) -> Op
 
 def examples_of(setting: Setting, seed: int, streams: list[ShuffledStream], start: int) -> np.ndarray:
     """The examples of the step at `start`, of one shuffle dealt out (remark 4) or of overlapping ones."""
-    workers = max(1, setting.batch // BN_N)
+    workers, num_train = max(1, setting.batch // BN_N), streams[0].num_examples
     if setting.flaw not in ("overlap", "same_shuffle") or workers == 1:
         return streams[0].indices(start, setting.batch)
     if not streams[1:]:
-        streams += [ShuffledStream(NUM_TRAIN, 1_000 * (seed + 1) + worker) for worker in range(1, workers)]
-    epoch, offset = divmod(start, NUM_TRAIN)
+        streams += [ShuffledStream(num_train, 1_000 * (seed + 1) + worker) for worker in range(1, workers)]
+    epoch, offset = divmod(start, num_train)
     if setting.flaw == "same_shuffle":  # every worker takes the same part of the same shuffle
-        return np.tile(streams[0].indices(epoch * NUM_TRAIN + offset // workers, BN_N), workers)
-    return np.concatenate([stream.indices(epoch * NUM_TRAIN + offset // workers, BN_N) for stream in streams])
+        return np.tile(streams[0].indices(epoch * num_train + offset // workers, BN_N), workers)
+    return np.concatenate([stream.indices(epoch * num_train + offset // workers, BN_N) for stream in streams])
 
 
 def example_weights(setting: Setting) -> Tensor:
@@ -145,11 +151,11 @@ def example_weights(setting: Setting) -> Tensor:
 def train(setting: Setting) -> dict[str, Any]:
     """Train all seeds at once; returns the setting and, for every epoch and seed, losses and errors."""
     started = time.process_time()
-    images, labels, _, _ = pictures()
+    images, labels, _, _ = pictures(setting.data)
     recipe = resolved(setting)
-    net = ResidualNet(SEEDS, group=setting.bn_n, gamma=setting.gamma)
+    net = ResidualNet(SEEDS, group=setting.bn_n, gamma=setting.gamma, in_channels=images.shape[1])
     optimizer = optimizer_of(net, setting, recipe)
-    streams = {seed: [ShuffledStream(NUM_TRAIN, seed)] for seed in SEEDS}
+    streams = {seed: [ShuffledStream(len(labels), seed)] for seed in SEEDS}
     at_once = min(setting.batch, max(AT_ONCE, setting.bn_n))
     weights = example_weights(setting).unsqueeze(1)
     epochs: list[dict[str, list[float]]] = []
@@ -197,20 +203,20 @@ def evaluate(net: ResidualNet, setting: Setting, epoch: int) -> dict[str, Tensor
 
     The latter at every epoch of a training whose curve is read, else at the last ones.
     """
-    images = pictures()[0][:NUM_STATISTICS].repeat(1, len(SEEDS), 1, 1)
+    images = pictures(setting.data)[0][:NUM_STATISTICS].repeat(1, len(SEEDS), 1, 1)
     kept = {name: value.clone() for name, value in net.named_buffers()}
-    errors = {"error": _test_error(net)}
+    errors = {"error": _test_error(net, setting.data)}
     if epoch <= setting.epochs - LAST_EPOCHS and not setting.is_plain:
         return errors
     recompute_statistics(net, images, at_once=max(AT_ONCE, setting.bn_n))
-    errors["recomputed_error"] = _test_error(net)
+    errors["recomputed_error"] = _test_error(net, setting.data)
     for name, value in net.named_buffers():
         value.copy_(kept[name])
     return errors
 
 
-def _test_error(net: ResidualNet) -> Tensor:
-    _, _, images, labels = pictures()
+def _test_error(net: ResidualNet, data: str) -> Tensor:
+    _, _, images, labels = pictures(data)
     net.eval()
     wrong = torch.zeros(len(SEEDS))
     for part, target in zip(images.split(500), labels.split(500), strict=True):
