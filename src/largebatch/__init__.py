@@ -21,7 +21,7 @@ from largebatch.recipe.batch_sampler import ShuffledLoader
 from largebatch.recipe.batchnorm import batchnorm_over
 from largebatch.recipe.optimizer import build_optimizer, build_sgd
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.resolve import ResolvedRecipe
+from largebatch.recipe.resolved import ResolvedRecipe
 from largebatch.recipe.sampler import ShuffledStream, rank_slice
 from largebatch.recipe.schedule import Constant, WarmupStepDecay, as_torch_scheduler
 from largebatch.recipe.step_loss import StepLoss

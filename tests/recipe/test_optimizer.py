@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from largebatch.errors import ConfigError
+from largebatch.recipe.baseline import OptimizerName
 from largebatch.recipe.optimizer import OPTIMIZERS, build_optimizer, build_sgd
-from largebatch.recipe.recipe import OptimizerName, Recipe
+from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import linear, sqrt
 from largebatch.recipe.schedule import WarmupStepDecay, as_torch_scheduler
 from oracles.recipe_layerwise import adam, lamb, lars

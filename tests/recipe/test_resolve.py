@@ -15,7 +15,8 @@ from largebatch.errors import ConfigError
 from largebatch.recipe.optimizer import build_optimizer
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.recipes import goyal2017_resnet50
-from largebatch.recipe.resolve import ResolvedRecipe, check_layout
+from largebatch.recipe.resolve import check_layout
+from largebatch.recipe.resolved import ResolvedRecipe
 from largebatch.recipe.schedule import WarmupStepDecay, as_torch_scheduler
 from oracles.recipe_scaling import can_be_dealt
 

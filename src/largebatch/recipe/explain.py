@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from largebatch.recipe.adam_rules import ADAM_SOURCES, half_life
+from largebatch.recipe.baseline import Baseline
+from largebatch.recipe.resolved import ResolvedRecipe
 from largebatch.recipe.scaling import SHOWN_FOR, eps_max_from, surge_lr
 from largebatch.records.schema import ResolvedNumber
-
-if TYPE_CHECKING:
-    from largebatch.recipe.recipe import Recipe
-    from largebatch.recipe.resolve import ResolvedRecipe
 
 Row = tuple[str, float | int | str, str, str]
 """(name, value, rule, source)."""
@@ -29,7 +25,7 @@ OPTIMIZERS = {
 """(rule, source) of every optimizer."""
 
 
-def explain(recipe: Recipe, resolved: ResolvedRecipe, lr_rule: str, lr_source: str) -> tuple[ResolvedNumber, ...]:
+def explain(recipe: Baseline, resolved: ResolvedRecipe, lr_rule: str, lr_source: str) -> tuple[ResolvedNumber, ...]:
     """Every number of `resolved` with its rule and source.
 
     Args:
@@ -66,7 +62,7 @@ def explain(recipe: Recipe, resolved: ResolvedRecipe, lr_rule: str, lr_source: s
     return tuple(ResolvedNumber(name=name, value=value, rule=rule, source=source) for name, value, rule, source in rows)
 
 
-def rate_rule(recipe: Recipe, rule: str, batch: int, b_simple: float | None, b_crit: float | None) -> str:
+def rate_rule(recipe: Baseline, rule: str, batch: int, b_simple: float | None, b_crit: float | None) -> str:
     """The rule that scaled the learning rate, in words, with the numbers that went into it."""
     tuned, k = f"{recipe.reference_lr:g} at {recipe.reference_batch}", batch / recipe.reference_batch
     match rule:
@@ -90,7 +86,9 @@ def rate_rule(recipe: Recipe, rule: str, batch: int, b_simple: float | None, b_c
             return f"none: {tuned}, unscaled"
 
 
-def warnings_of(recipe: Recipe, rule: str, batch: int, b_simple: float | None, b_crit: float | None) -> tuple[str, ...]:
+def warnings_of(
+    recipe: Baseline, rule: str, batch: int, b_simple: float | None, b_crit: float | None
+) -> tuple[str, ...]:
     """What is doubtful about a recipe at `batch`, one sentence each; arguments as `Recipe.resolve`."""
     found: list[str] = []
     limit, measured = (b_simple, "noise scale") if b_crit is None else (b_crit, "critical batch")
@@ -125,7 +123,7 @@ def warnings_of(recipe: Recipe, rule: str, batch: int, b_simple: float | None, b
     return tuple(found)
 
 
-def _warmup_rule(recipe: Recipe, resolved: ResolvedRecipe) -> str:
+def _warmup_rule(recipe: Baseline, resolved: ResolvedRecipe) -> str:
     if resolved.warmup_steps:
         if recipe.warmup == "constant":
             return f"constant at {recipe.reference_lr:g} over {recipe.warmup_epochs:g} epochs, then {resolved.lr:g}"
@@ -140,7 +138,7 @@ def _warmup_rule(recipe: Recipe, resolved: ResolvedRecipe) -> str:
     return f"none, since the rate does not rise above the reference of {recipe.reference_lr:g}"
 
 
-def _schedule_rows(recipe: Recipe, resolved: ResolvedRecipe) -> list[Row]:
+def _schedule_rows(recipe: Baseline, resolved: ResolvedRecipe) -> list[Row]:
     if recipe.schedule == "step":
         rule = f"lr times {recipe.decay_factor:g} after epoch {{:g}}, counted from 0 with the warmup in it"
         return [
@@ -171,7 +169,7 @@ def _batchnorm_rule(resolved: ResolvedRecipe) -> str:
     return f"unchanged: groups of {n // microbatch} workers with {microbatch} each"
 
 
-def _optimizer_rows(recipe: Recipe, resolved: ResolvedRecipe) -> list[Row]:
+def _optimizer_rows(recipe: Baseline, resolved: ResolvedRecipe) -> list[Row]:
     if resolved.optimizer in ("sgd", "velocity_sgd", "lars"):
         form = "Nesterov" if resolved.nesterov else "plain"
         return [("momentum", resolved.momentum, f"{form}, unchanged", "Goyal 2017, sec. 2.1")]

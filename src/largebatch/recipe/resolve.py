@@ -3,81 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from largebatch.errors import ConfigError
 from largebatch.recipe.adam_rules import scaled_adam
+from largebatch.recipe.baseline import Baseline
 from largebatch.recipe.explain import explain, rate_rule, warnings_of
-from largebatch.recipe.scaling import SHOWN_FOR, SOURCES, check_rule, scaled_lr
+from largebatch.recipe.resolved import ResolvedRecipe
+from largebatch.recipe.scaling import SOURCES, check_count, check_rule_for, scaled_lr
 from largebatch.recipe.schedule import Schedule, WarmupStepDecay, check_lr, epochs_to_steps
 from largebatch.recipe.schedules import Cosine, Linear, warmed_up, warmup_stable_decay
-from largebatch.records.schema import ResolvedNumber
-
-if TYPE_CHECKING:
-    from largebatch.recipe.recipe import Recipe
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedRecipe:
-    """Every number of one run, each with its reason."""
-
-    batch: int
-    """Units in one optimizer step."""
-    units_per_epoch: int
-    """Units in one pass over the data."""
-    world_size: int
-    """Workers that share the batch evenly."""
-    accumulation: int
-    """Microbatches per worker per step."""
-    rule: str
-    """Name of the rule that gave `lr`."""
-    lr: float
-    """Peak learning rate: the rate once the warmup is over."""
-    num_steps: int
-    """Optimizer steps in the run: the whole number nearest to epochs * units_per_epoch / batch."""
-    warmup_steps: int
-    """Optimizer steps of warmup; 0 is none."""
-    schedule: Schedule
-    """The learning rate of every step."""
-    optimizer: str
-    """One of sgd, velocity_sgd, lars, lamb, adam, adamw."""
-    momentum: float
-    """Momentum of SGD and LARS, in [0, 1)."""
-    nesterov: bool
-    """Whether the momentum of SGD and LARS is Nesterov's."""
-    betas: tuple[float, float]
-    """Decays a step of the two moments of Adam and LAMB."""
-    eps: float
-    """Epsilon of Adam and LAMB."""
-    weight_decay: float
-    """Weight decay lambda, none of it on norm layers."""
-    exclude_biases: bool
-    """Whether the biases of other layers are left without weight decay too; LARS and LAMB do so in any case."""
-    batchnorm_n: int | None
-    """Examples over which batch norm takes its statistics; None says nothing of it."""
-    warnings: tuple[str, ...]
-    """What is doubtful about these numbers, one sentence each."""
-    numbers: tuple[ResolvedNumber, ...]
-    """Each number with its rule and source, for the record and the report."""
-
-    @property
-    def local_batch(self) -> int:
-        """Units of one worker's share of the batch."""
-        return self.batch // self.world_size
-
-    @property
-    def microbatch(self) -> int:
-        """Units in one forward and backward pass."""
-        return self.local_batch // self.accumulation
-
-    def steps_at(self, epochs: float) -> int:
-        """Optimizer steps taken when `epochs` passes are over, rounded as every length of the recipe is."""
-        return epochs_to_steps(epochs, batch=self.batch, units_per_epoch=self.units_per_epoch)
 
 
 def resolve(
-    recipe: Recipe,
+    recipe: Baseline,
     batch: int,
     units_per_epoch: int,
     lr: float | None,
@@ -175,25 +114,7 @@ def check_layout(batch: int, world_size: int, accumulation: int, batchnorm_n: in
     raise ConfigError(f"a batch of {batch} cannot be dealt out evenly to {layout}. The nearest that can: {nearest}.")
 
 
-def check_rule_for(rule: str, optimizer: str) -> str:
-    """Return `rule` if it is known and may be used with `optimizer`, else raise ConfigError."""
-    check_rule(rule)
-    if rule == "surge" and optimizer not in SHOWN_FOR["surge"]:
-        raise ConfigError(
-            f"learning-rate rule 'surge' is for optimizers that follow the gradient's sign "
-            f"({', '.join(SHOWN_FOR['surge'])}); got {optimizer!r}, whose rate does not fall at a larger batch. "
-            f"Use 'noise' or 'linear' for SGD."
-        )
-    return rule
-
-
-def check_count(name: str, value: int) -> None:
-    """Raise ConfigError unless `value` is a whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is a whole number of at least 1; got {value!r}.")
-
-
-def _schedule(recipe: Recipe, batch: int, units_per_epoch: int, lr: float) -> tuple[int, int, Schedule]:
+def _schedule(recipe: Baseline, batch: int, units_per_epoch: int, lr: float) -> tuple[int, int, Schedule]:
     def steps_at(epochs: float) -> int:
         return epochs_to_steps(epochs, batch=batch, units_per_epoch=units_per_epoch)
 

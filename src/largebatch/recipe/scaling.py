@@ -248,3 +248,21 @@ def _check_noise_scale(b_simple: float) -> None:
             f"b_simple is a finite number of at least 0; got {b_simple!r}. "
             f"An unresolved noise scale gives no learning rate: measure for more steps."
         )
+
+
+def check_rule_for(rule: str, optimizer: str) -> str:
+    """Return `rule` if it is known and may be used with `optimizer`, else raise ConfigError."""
+    check_rule(rule)
+    if rule == "surge" and optimizer not in SHOWN_FOR["surge"]:
+        raise ConfigError(
+            f"learning-rate rule 'surge' is for optimizers that follow the gradient's sign "
+            f"({', '.join(SHOWN_FOR['surge'])}); got {optimizer!r}, whose rate does not fall at a larger batch. "
+            f"Use 'noise' or 'linear' for SGD."
+        )
+    return rule
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise ConfigError unless `value` is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} is a whole number of at least 1; got {value!r}.")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from scipy import stats
 
 from largebatch.errors import DivergedError
-from largebatch.recipe.recipe import ResolvedRecipe
+from largebatch.recipe.resolved import ResolvedRecipe
 from largebatch.recipe.scaling import noise_scale_lr
 from largebatch.records.schema import Interval, LargeRun, RunRecord, RunSpec
 from largebatch.study.context import Context
