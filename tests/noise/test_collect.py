@@ -354,6 +354,33 @@ def test_small_gradients_read_together_are_those_read_one_by_one_and_not_moved(m
     assert collected.sq_norms[1] == pytest.approx(sum(g.double().square().sum().item() for g in expected), rel=1e-6)
 
 
+def test_a_small_gradient_that_another_node_writes_to_is_not_read_as_it_became():
+    """Autograd gives one tensor to a leaf and to an in-place hook of another node; `.grad` is the value before."""
+    place = parameter(*[0.5] * 8)
+    weight = nn.Parameter(torch.linspace(1, 2, 8))
+    collector = collect(place, weight)
+
+    def step(seed):
+        torch.manual_seed(seed)
+        hidden = weight * 2
+        hidden.register_hook(lambda grad: grad.clamp_(-0.05, 0.05))
+        (hidden + place).square().mul(torch.randn(8)).sum().backward()
+
+    step(0)
+    step(1)
+    assert "changed in place" in take(collector).skip
+    place.grad = weight.grad = None
+    grads = []
+    for seed in (2, 3):
+        before = [torch.zeros(8) if p.grad is None else p.grad.clone() for p in (place, weight)]
+        step(seed)
+        now = (p.grad - held for p, held in zip((place, weight), before, strict=True))
+        grads.append(sum(grad.square().sum().item() for grad in now))
+    collected = take(collector)
+    assert not collected.skip
+    assert collected.sq_norms == pytest.approx(grads, rel=1e-5)
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_compiled_model_measures_what_the_plain_one_does(every):
     def run(compiled):

@@ -84,6 +84,7 @@ class GradientCollector:
         """Whether contexts add up their gradients (a second backward inside one has been seen)."""
         self.seconds = 0.0
         """Host time spent in hooks since the last `take`."""
+        self._keeps_small = True
         self._model, self._layout = model, layout or Layout()
         self._default_units, self._weigh, self._read = default_units, weigh, read_microbatches
         self._num_plain = num_rows
@@ -246,7 +247,7 @@ class GradientCollector:
                 arrivals.stale += sq_norm_dots(held)
         arrivals.seen.add(index)
         if arrivals.plain and self._watched.small[index] and not grad.requires_grad:
-            arrivals.small[self._rows[index]].append(grad)
+            arrivals.small[self._rows[index]].append((grad, grad._version))
         elif self.buffering and arrivals.context is not None:
             arrivals.copies[index] = grad.detach().clone()
         elif self._read:
@@ -283,7 +284,7 @@ class GradientCollector:
         gone: set[int] = set() if self._under_way else self._gradients.given_up()
         arrivals = Arrivals(
             backward=backward, context=self._context, nested=nested, gone=gone,
-            plain=self._read and self._is_plain and not (self.buffering and self._context),
+            plain=self._keeps_small and self._read and self._is_plain and not (self.buffering and self._context),
         )  # fmt: skip
         if self._gradients.problem:
             self._fail(self._gradients.problem)
@@ -321,7 +322,7 @@ class GradientCollector:
             self.buffering = True
             self._skip = self._skip or "a microbatch had an unforeseen second backward"
         current.parts += arrivals.parts
-        current.parts += [(row, sq_norm_dots_of(grads)) for row, grads in arrivals.small.items()]
+        current.parts += [(row, self._read_small(kept)) for row, kept in arrivals.small.items()]
         current.seen |= arrivals.seen
         if arrivals.context is None:
             self._microbatches.append(current)
@@ -330,6 +331,13 @@ class GradientCollector:
         num = len(self._microbatches) + (self._context is not None)
         self._gradients.note(mark=self._expected == NEVER or num >= self._expected, wide=self.wide)
         self.seconds += perf_counter() - started
+
+    def _read_small(self, kept: list[tuple[Tensor, int]]) -> list[Tensor]:
+        """Dots of gradients that were kept; what another hook or node has written to since is not what came here."""
+        if any(grad._version != version for grad, version in kept):
+            self._keeps_small = False
+            self._skip = self._skip or "a gradient was changed in place while its backward ran"
+        return sq_norm_dots_of([grad for grad, _ in kept])
 
     def _forget_all_but(self, current: Microbatch, again: set[int]) -> None:
         """The gradients were set to None since they came: the step begins with the microbatch that runs now."""

@@ -79,8 +79,8 @@ class Arrivals:
     """Parameters that it has reached."""
     parts: list[Part] = field(default_factory=list)
     """As in Microbatch."""
-    small: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    """Small gradients by the row they count in: kept, so that autograd copies them where it would have moved them."""
+    small: defaultdict[int, list[tuple[Tensor, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Small gradients and their versions by the row they count in: autograd copies them where it would move others."""
     copies: dict[int, Tensor] = field(default_factory=dict)
     """Its gradients, where a context adds them up."""
     stale: list[Tensor] = field(default_factory=list)
