@@ -7,7 +7,7 @@ import time
 from _goyal import Setting, record, row_of, train_all
 
 DATA = {"data": "emoji", "epochs": 30}
-LRS = (0.0125, 0.025, 0.05, 0.1)
+LRS = (0.025, 0.05, 0.1)
 
 if __name__ == "__main__":
     started, name = time.perf_counter(), "goyal_emoji"
