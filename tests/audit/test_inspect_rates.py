@@ -11,6 +11,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from largebatch.audit.inspect import inspect
 from largebatch.audit.look_rates import constant_rates, evaluate
+from largebatch.recipe.optimizer import build_optimizer
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.schedule import as_torch_scheduler
 
 W = 40  # steps of warmup
 
@@ -200,3 +203,15 @@ def test_wrappers_of_accelerate_and_lightning_are_seen_through():
 def test_no_scheduler_is_a_constant_rate():
     rates = constant_rates(optimizer(0.3))
     assert (rates.first, rates.peak, rates.changes, rates.warms_up) == (0.3, 0.3, False, False)
+
+
+@pytest.mark.parametrize("rule", ["none", "linear"])
+def test_a_rate_that_does_not_rise_needs_no_warmup(rule):
+    """`resolve` itself leaves the warmup out there."""
+    recipe = Recipe(reference_batch=32, reference_lr=0.1, scaling=rule, warmup_epochs=0)
+    resolved = recipe.resolve(256, 4096)
+    model = torch.nn.Linear(2, 1)
+    optimizer = build_optimizer(model, resolved)
+    scheduler = as_torch_scheduler(optimizer, resolved.schedule)
+    findings = inspect(model, optimizer, scheduler=scheduler, recipe=recipe, batch=256)
+    assert ("LB106" in [finding.code for finding in findings]) == (rule == "linear")

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from dataclasses import dataclass
 from typing import get_args
 
@@ -367,3 +368,36 @@ def test_a_setting_out_of_range_is_refused_with_its_value(options: dict, words: 
     with pytest.raises(ConfigError) as error:
         build_sgd(nn.Linear(2, 2), **options)
     assert words in str(error.value)
+
+
+def channels_last_step(optimizer, weight, seed):
+    torch.manual_seed(seed)
+    weight.grad = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    optimizer.step()
+
+
+def test_a_copy_and_an_unpickled_one_step_as_the_original():
+    """torch's fused kernel reads a channels-last gradient as if it were contiguous; hooks do not survive a copy."""
+    steps = []
+    for make in (lambda pair: pair, copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        weight = nn.Parameter(torch.ones(4, 3, 2, 2))
+        module = nn.Module()
+        module.weight = weight
+        weight, optimizer = make((weight, build_sgd(module, lr=0.1)))
+        channels_last_step(optimizer, weight, 0)
+        channels_last_step(optimizer, weight, 1)
+        steps.append(weight.detach())
+    torch.testing.assert_close(steps[1], steps[0])
+    torch.testing.assert_close(steps[2], steps[0])
+
+
+def test_a_gradient_scaler_on_a_cpu_steps_it_even_where_a_gradient_is_missing():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = build_sgd(model, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = model[1].weight.detach().clone()
+    scaler.scale(model[1](torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    expected = before - 0.1 * (1 + 0.9) * (1.0 + 1e-4 * before)  # Nesterov's first step, weight decay in the gradient
+    torch.testing.assert_close(model[1].weight.detach(), expected)

@@ -380,3 +380,15 @@ def test_a_recipe_that_cannot_be_is_refused_with_its_values(changes: dict, words
 def test_without_warmup_its_length_is_not_asked():
     recipe = Recipe(reference_batch=64, reference_lr=0.02, epochs=2, warmup="none", decay_epochs=(1.0,))
     assert recipe.resolve(512, UNITS).warmup_steps == 0
+
+
+def test_what_rounds_away_is_said():
+    recipe = Recipe(reference_batch=10, reference_lr=0.1, warmup_epochs=0.4, decay_epochs=(9.6,))
+    resolved = recipe.resolve(100, 100)
+    assert resolved.warmup_steps == 0
+    warmup, decay = resolved.warnings
+    assert "0.4 epochs is less than half a step" in warmup and "starts at 1" in warmup
+    assert "after epoch 9.6 falls on the end of the run of 10 steps" in decay
+    (row,) = [number for number in resolved.numbers if number.name == "warmup_steps"]
+    assert "less than half a step" in row.rule
+    assert not recipe.resolve(10, 100).warnings

@@ -91,6 +91,8 @@ def _warmup(setup: Setup) -> Iterator[Finding]:
     factor, rates = setup.factor, setup.rates
     if factor is None or rates is None or factor < WARMUP_FROM or rates.warms_up:
         return
+    if setup.reference_lr is not None and rates.peak <= setup.reference_lr:
+        return  # the rate does not rise: there is nothing to climb
     how = (
         f"the scheduler starts at its peak of {rates.peak:.4g}"
         if setup.scheduled

@@ -135,6 +135,8 @@ def _warmup_rule(recipe: Baseline, resolved: ResolvedRecipe) -> str:
         return "none asked for"
     if resolved.batch <= recipe.reference_batch:
         return f"none at a batch up to the reference of {recipe.reference_batch}"
+    if resolved.lr > recipe.reference_lr:
+        return f"none: {recipe.warmup_epochs:g} epochs are less than half a step"
     return f"none, since the rate does not rise above the reference of {recipe.reference_lr:g}"
 
 

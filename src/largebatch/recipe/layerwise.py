@@ -47,7 +47,7 @@ class LARS(Optimizer):
     Parameter containing:
     tensor([3.0000, 3.5000], requires_grad=True)
 
-    Source: You 2017 (Large Batch Training of Convolutional Networks), eq. (6), Algorithm 1.
+    Source: You 2017 (Large Batch Training of Convolutional Networks), Algorithm 1, with the weight decay in the ratio.
     """
 
     def __init__(

@@ -102,18 +102,18 @@ class VelocitySGD(Optimizer):
         loss = loss_of(closure)
         for group in self.param_groups:
             check_lr(group["lr"])
-            for (lr_inside, keep), params in self._by_factor(group).items():
+            for (lr_inside, keep, _), params in self._by_factor(group).items():
                 _update(params, [self.state[p]["velocity"] for p in params], group, lr_inside, keep)
         return loss
 
-    def _by_factor(self, group: dict[str, Any]) -> dict[tuple[float, float], list[Tensor]]:
-        """Parameters by (the rate that their velocity is in from now on, the factor that their old one takes).
+    def _by_factor(self, group: dict[str, Any]) -> dict[tuple[float, float, type], list[Tensor]]:
+        """Parameters by (the rate that their velocity is in from now on, the factor that their old one takes, kind).
 
         Almost always one entry. A parameter without a gradient sits the step out, as in torch's SGD, and its velocity
         stays in the units of the rate of its own last step.
         """
         lr, correct = group["lr"], group["momentum_correction"]
-        buckets = defaultdict[tuple[float, float], list[Tensor]](list)
+        buckets = defaultdict[tuple[float, float, type], list[Tensor]](list)
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -132,7 +132,7 @@ class VelocitySGD(Optimizer):
                 lr_inside = lr or before or 1.0
                 factor = lr_inside / before if before else 1.0
             state["velocity_lr"] = lr_inside
-            buckets[lr_inside, group["momentum"] * factor].append(parameter)
+            buckets[lr_inside, group["momentum"] * factor, type(parameter.data)].append(parameter)
         return buckets
 
 

@@ -151,10 +151,9 @@ def build_sgd(
     check_weight_decay(weight_decay)
     groups = _groups(model, weight_decay, exclude_biases=exclude_biases, no_decay=no_decay)
     fused = all(_is_plain_cpu(parameter) for group in groups for parameter in group["params"])
-    optimizer = SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused or None)
     if fused:
-        optimizer.register_step_pre_hook(_leave_fused_where_it_is_wrong)
-    return optimizer
+        return _FusedSGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=True)
+    return SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov)
 
 
 def _sgd(model: nn.Module, numbers: OptimizerNumbers, no_decay: Sequence[str]) -> Optimizer:
@@ -243,6 +242,21 @@ def _check_lr(lr: float) -> None:
 
 def _is_plain_cpu(parameter: Tensor) -> bool:
     return parameter.device.type == "cpu" and parameter.is_floating_point() and type(parameter.data) is torch.Tensor
+
+
+class _FusedSGD(SGD):
+    """torch's, with a look at the gradients before each step, which copies and unpickled ones keep."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_step_pre_hook(_leave_fused_where_it_is_wrong)
+        self._step_supports_amp_scaling = False  # a scaler then unscales by itself, as the plain loop needs
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._step_supports_amp_scaling = False
+        if not self._optimizer_step_pre_hooks:  # a copy comes without hooks
+            self.register_step_pre_hook(_leave_fused_where_it_is_wrong)
 
 
 def _leave_fused_where_it_is_wrong(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -62,7 +62,11 @@ def resolve(
         rule=rule, lr=lr, num_steps=num_steps, warmup_steps=warmup_steps, schedule=schedule,
         optimizer=recipe.optimizer, momentum=recipe.momentum, nesterov=recipe.nesterov, betas=betas, eps=eps,
         weight_decay=recipe.weight_decay, exclude_biases=recipe.exclude_biases, batchnorm_n=recipe.batchnorm_n,
-        warnings=warnings_of(recipe, rule, batch, b_simple, b_crit), numbers=(),
+        warnings=(
+            *warnings_of(recipe, rule, batch, b_simple, b_crit),
+            *_rounded_away(recipe, batch, lr, schedule, num_steps),
+        ),
+        numbers=(),
     )  # fmt: skip
     return replace(resolved, numbers=explain(recipe, resolved, lr_rule, lr_source))
 
@@ -112,6 +116,23 @@ def check_layout(batch: int, world_size: int, accumulation: int, batchnorm_n: in
     layout += f" with {accumulation} microbatches each" if accumulation > 1 else ""
     layout += f" and batch norm over {batchnorm_n}" if batchnorm_n is not None else ""
     raise ConfigError(f"a batch of {batch} cannot be dealt out evenly to {layout}. The nearest that can: {nearest}.")
+
+
+def _rounded_away(recipe: Baseline, batch: int, lr: float, schedule: Schedule, num_steps: int) -> list[str]:
+    """What was asked for and is shorter than half a step of so large a batch."""
+    found: list[str] = []
+    asked = recipe.warmup != "none" and recipe.warmup_epochs > 0
+    if asked and batch > recipe.reference_batch and lr > recipe.reference_lr and schedule.lr_at(0) == lr:
+        found.append(
+            f"a warmup of {recipe.warmup_epochs:g} epochs is less than half a step at a batch of {batch}, so there is "
+            f"none: training starts at {lr:g}."
+        )
+    if isinstance(schedule, WarmupStepDecay) and schedule.decay_steps and schedule.decay_steps[-1] >= num_steps:
+        found.append(
+            f"the decay after epoch {recipe.decay_epochs[-1]:g} falls on the end of the run of {num_steps} steps and "
+            "does nothing."
+        )
+    return found
 
 
 def _schedule(recipe: Baseline, batch: int, units_per_epoch: int, lr: float) -> tuple[int, int, Schedule]:

@@ -78,12 +78,13 @@ class StepShare:
         """A loss of zero for a worker without units in this step, so that the others' all-reduce does not wait for it.
 
         Args:
-            output: what the model makes of any one example: its forward and backward must run, its value is not used.
+            output: what the model makes of any one example: its forward and backward must run; its value is not used,
+                but its derivative must be finite, so take a real example.
 
         Returns:
             Zero, whose gradient by every parameter is zero; call `backward()` on it.
 
-        >>> StepShare(total_units=8, averaged_over=2).nothing(torch.tensor([torch.inf]))
+        >>> StepShare(total_units=8, averaged_over=2).nothing(torch.tensor([3.0]))
         tensor(0.)
         """
         return output.reshape(-1)[:0].sum()  # not output * 0, which is NaN where the output is not finite

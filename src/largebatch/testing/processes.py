@@ -93,8 +93,6 @@ def run_workers(
         ConfigError: a worker raised one.
     """
     context = multiprocessing.get_context(start_method)
-    if start_method == "fork":
-        pass  # DistributedDataParallel imports it: once here instead of in every worker
     with tempfile.TemporaryDirectory(prefix="largebatch-") as folder:
         crew = _Crew(context, world_size, Path(folder))
         try:

@@ -187,3 +187,21 @@ def test_its_state_and_evaluation_are_torchs():
     layer.load_state_dict(torchs.state_dict())
     x = drawn(5, 3)
     assert torch.equal(layer.eval()(x), torchs.eval()(x))
+
+
+def lone_values(rank: int, world_size: int) -> list:
+    """Statistics after a batch of one value a channel, one of none, and one of many."""
+    found = []
+    layer = layer_of(dist.group.WORLD)
+    for num in (1, 0, 4):
+        mine = drawn(num, layer.num_features) if rank == 0 else drawn(0, layer.num_features)
+        layer(mine).sum().backward()
+        found.append((layer.running_mean.tolist(), layer.running_var.tolist(), layer.num_batches_tracked.item()))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fewer_than_two_values_a_channel_leave_the_statistics_as_they_were(world_size):
+    for one, none, many in on_workers(world_size, lone_values, world_size):
+        assert one == none == ([0.0] * 3, [1.0] * 3, 0)
+        assert np.isfinite(many[0]).all() and 0.0 not in many[0] and many[2] == 1

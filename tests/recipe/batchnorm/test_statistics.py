@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from largebatch import audit
 from largebatch.errors import ConfigError
 from largebatch.recipe.batchnorm import average_statistics, batchnorm_over, recompute_statistics
 from oracles import recipe_batchnorm as oracle
@@ -235,3 +236,16 @@ def test_on_one_process_nothing_is_averaged():
     layer = nn.BatchNorm1d(3)
     average_statistics(layer)
     assert torch.equal(layer.running_var, torch.ones(3))
+
+
+def test_a_recomputation_is_no_evaluation_in_training_mode_to_the_audit():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with audit.watch(model, optimizer) as watched:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(8, 3)).mean().backward()
+            optimizer.step()
+        recompute_statistics(model, [torch.randn(8, 3) for _ in range(3)])
+    assert "LB203" not in [finding.code for finding in watched.findings]
+    assert model[1].momentum == 0.1 and model[1].training

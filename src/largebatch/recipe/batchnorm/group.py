@@ -19,7 +19,8 @@ class GroupBatchNorm(BatchNorm):
     Unlike `torch.nn.SyncBatchNorm` it runs on CPUs too. Workers may hold different numbers of examples, none included;
     gradients are those of the sum of the workers' losses, so DDP's average is right. Parameters, buffers, state_dict
     and evaluation mode are those of `torch.nn.BatchNorm*`. In training mode every worker of the group runs the layer
-    forward and backward the same number of times and in the same order: one all-reduce each. Under torch.compile the
+    forward and backward the same number of times and in the same order: one all-reduce each. Fewer than two values a
+    channel in the whole group leave the running statistics as they are. Under torch.compile the
     layer is left to eager mode.
 
     A deep copy keeps the group; a pickled layer comes back without and then serves in evaluation mode only.
@@ -31,7 +32,7 @@ class GroupBatchNorm(BatchNorm):
         options: `eps`, `momentum`, `affine`, `track_running_stats`, `device`, `dtype`, as for `torch.nn.BatchNorm2d`.
 
     Raises:
-        ConfigError: in training mode, without a group (after unpickling), or with one value a channel.
+        ConfigError: in training mode, without a group (after unpickling).
 
     Source: Goyal 2017, eq. (5): n belongs to the loss, and not to the hardware.
     """

@@ -70,13 +70,17 @@ def update_running_statistics(layer: BatchNorm, mean: Tensor, var: Tensor, count
         layer: torch's own momentum, or the cumulative average where momentum is None; without statistics: nothing.
         mean: of each run, shape (num_runs, channels).
         var: population variance of each run; like torch, the running one takes the unbiased.
-        count: the values behind each of them, a scalar.
+        count: the values behind each of them, a scalar; of fewer than two nothing is learnt of a variance, and the
+            statistics stay as they were.
     """
     if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
         return
     num_runs = len(mean)
     with torch.no_grad():
-        for running, added in ((layer.running_mean, mean), (layer.running_var, var * (count / (count - 1)))):
+        known = count > 1
+        unbiased = var * (count / (count - 1).clamp(min=1))
+        for running, added in ((layer.running_mean, mean), (layer.running_var, unbiased)):
+            held = running.clone()
             if layer.momentum is None:
                 assert layer.num_batches_tracked is not None
                 before = layer.num_batches_tracked.to(running.dtype)
@@ -86,8 +90,9 @@ def update_running_statistics(layer: BatchNorm, mean: Tensor, var: Tensor, count
                 ages = torch.arange(num_runs - 1, -1, -1, device=added.device, dtype=added.dtype)
                 weighted = layer.momentum * keep ** ages[:, None] * added  # no matmul: autocast would halve it
                 running.mul_(keep**num_runs).add_(weighted.sum(0))
+            running.copy_(torch.where(known, running, held))
         if layer.num_batches_tracked is not None:
-            layer.num_batches_tracked.add_(num_runs)
+            layer.num_batches_tracked.add_(num_runs * known)
 
 
 def check_input(layer: BatchNorm, values: Tensor) -> None:

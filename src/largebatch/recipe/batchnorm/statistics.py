@@ -150,7 +150,7 @@ def _run(
         for module in model.modules():
             module.training = False
         for layer in layers:
-            layer.training = True
+            layer.training, layer.momentum = True, None  # a cumulative average: nobody takes it for training
         for batch in islice(batches, num_batches):
             if isinstance(batch, Mapping):
                 inner(**batch)
@@ -178,6 +178,7 @@ def _watched(layers: list[BatchNorm], moments: list[_Moments]) -> Generator[None
 @contextmanager
 def _as_it_was(model: nn.Module, layers: list[BatchNorm]) -> Generator[None]:
     modes = [(module, module.training) for module in model.modules()]
+    momenta = [(layer, layer.momentum) for layer in layers]
     buffers = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers(recurse=False)]
     numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cuda"}
@@ -189,6 +190,8 @@ def _as_it_was(model: nn.Module, layers: list[BatchNorm]) -> Generator[None]:
         random.setstate(python_state)
         for module, training in modes:
             module.training = training
+        for layer, momentum in momenta:
+            layer.momentum = momentum
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
