@@ -1,9 +1,10 @@
-"""Which figures stand in docs/log.md? The tables between its markers are made from committed runs/*/result.json.
+"""Which figures stand in docs/log.md, and which hardware in README.md? Tables made from committed runs/*/.
 
     python scripts/write_log_tables.py            # write them
     python scripts/write_log_tables.py --check    # exit 1 when one is not what its result.json says
 
-A marker is `<!-- table: NAME KIND -->` ... `<!-- end -->`, with KIND one of how, fronts, large, scales, conditioning.
+A marker is `<!-- table: NAME KIND -->` ... `<!-- end -->`, with KIND one of how, fronts, large, scales, conditioning,
+or one of runs/_goyal_tables.py.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import json
 import re
 import sys
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LOG = ROOT / "docs" / "log.md"
+GOYAL = run_path(str(ROOT / "runs" / "_goyal_tables.py"))["KINDS"]
+PAGES = (ROOT / "docs" / "log.md", ROOT / "README.md")
 MARKER = re.compile(r"(<!-- table: (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -114,14 +117,27 @@ def conditioning(folder: Path) -> str:
     return table(head, rows)
 
 
+def ran(_: Path) -> str:
+    """One row per hardware and torch: the experiments on record there."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for path in sorted((ROOT / "runs").glob("*/how.json")):
+        facts = json.loads(path.read_text())
+        found.setdefault((facts["hardware"], facts["torch"]), []).append(path.parent.name)
+    rows = [[hardware, torch, ", ".join(names)] for (hardware, torch), names in sorted(found.items())]
+    return table(["hardware", "torch", "experiments on record (`runs/`)"], rows)
+
+
 def written(text: str) -> str:
     """The page with every table made afresh."""
-    kinds = {"how": how, "fronts": fronts, "large": large, "scales": scales, "conditioning": conditioning}
+    kinds = {"how": how, "fronts": fronts, "large": large, "scales": scales, "conditioning": conditioning, "ran": ran}
+    kinds |= GOYAL
     return MARKER.sub(lambda found: found[1] + "\n" + kinds[found[3]](ROOT / "runs" / found[2]) + "\n" + found[4], text)
 
 
 if __name__ == "__main__":
-    page = LOG.read_text()
-    if "--check" in sys.argv:
-        sys.exit(0 if page == written(page) else f"{LOG} is out of date: python scripts/write_log_tables.py")
-    LOG.write_text(written(page))
+    for path in PAGES:
+        page = path.read_text()
+        if "--check" not in sys.argv:
+            path.write_text(written(page))
+        elif page != written(page):
+            sys.exit(f"{path} is out of date: python scripts/write_log_tables.py")

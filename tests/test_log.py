@@ -7,8 +7,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = {"noise_scales_fashion_mnist": ("scales",), "conditioning_quadratic": ("conditioning",)}
+TABLES = {
+    "noise_scales_fashion_mnist": ("scales",), "conditioning_quadratic": ("conditioning",),
+    "goyal_curves": ("joined", "forecasts"),
+}  # fmt: skip
 """Tables of runs that are no studies."""
+
+
+def tables_of(name):
+    return TABLES.get(name) or (("goyal",) if name.startswith("goyal_") else ("fronts", "large"))
 
 
 def test_every_table_is_rebuilt_from_its_result():
@@ -27,7 +34,7 @@ def test_every_result_has_a_table_and_says_how_it_was_made():
     assert results
     for result in results:
         name = result.parent.name
-        for kind in ("how", *TABLES.get(name, ("fronts", "large"))):
+        for kind in ("how", *tables_of(name)):
             assert f"<!-- table: {name} {kind} -->" in log
         how = json.loads((result.parent / "how.json").read_text())
         assert {"command", "commit", "hardware", "torch", "seconds"} <= set(how)
