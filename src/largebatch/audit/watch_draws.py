@@ -55,6 +55,7 @@ class DrawRecorder:
         self._inner = list(_chain(self._own))
         self._sources: list[Any] = []
         self._last: Pass | None = None
+        self._num_draws = 0
 
     @contextmanager
     def looking(self) -> Generator[None]:
@@ -71,6 +72,10 @@ class DrawRecorder:
         """A backward was done on what was drawn last."""
         if self._last is not None:
             self._last.num_backwards += 1
+
+    def last_draw(self) -> tuple[int, int] | None:
+        """The sampler that has drawn last, and how many times any has drawn; None if none has been followed."""
+        return None if self._last is None else (self._last.source, self._num_draws)
 
     def trained(self) -> list[Pass]:
         """The passes that were trained on, in order."""
@@ -108,6 +113,7 @@ class DrawRecorder:
 
     def note(self, followed: Pass, item: Any) -> None:
         """Take down what a sampler has drawn: an index, or a batch of them."""
+        self._num_draws += 1
         if self._last is not followed:
             self._last = followed
             if not any(one is followed for one in self.passes):

@@ -11,6 +11,7 @@ from itertools import groupby, pairwise
 
 from largebatch.audit.findings import Finding
 from largebatch.audit.watch_loss import Term
+from largebatch.audit.watch_microbatches import find_microbatches
 from largebatch.audit.watch_record import Step
 
 _SAME = 1e-3
@@ -34,8 +35,8 @@ def find_in_steps(steps: Sequence[Step], *, world_size: int, accumulation: int) 
     judges: dict[str, Judge] = {
         "LB401": _schedule_per_microbatch,
         "LB402": lambda step: _schedule_per_process(step, world_size),
-        "LB403": _uneven_microbatches,
-        "LB405": _not_divided,
+        "LB403": lambda step: _uneven_microbatches(find_microbatches(step, accumulation) or ()),
+        "LB405": lambda step: _not_divided(find_microbatches(step, accumulation) or ()),
         "LB406": _clipped_first,
     }
     found: list[Finding] = []
@@ -45,6 +46,15 @@ def find_in_steps(steps: Sequence[Step], *, world_size: int, accumulation: int) 
             found.append(_finding(code, told, len(steps)))
     found += _optimizer_per_microbatch(steps, accumulation)
     return found
+
+
+def is_undecided(steps: Sequence[Step], accumulation: int) -> bool:
+    """Whether a step's losses would be a mistake if its backwards were microbatches, which cannot be told."""
+    return any(
+        find_microbatches(step, accumulation) is None
+        and bool(_uneven_microbatches(step.losses) or _not_divided(step.losses))
+        for step in steps
+    )
 
 
 def find_between_workers(steps_of_workers: Sequence[Sequence[Step]]) -> list[Finding]:
@@ -140,8 +150,8 @@ def _weigh_unevenly(parts: Sequence[tuple[float, float]]) -> bool:
     return not _are_alike(units) and _are_alike(shares, 1e-2) and min(shares) > 0
 
 
-def _uneven_microbatches(step: Step) -> str:
-    for column in _columns(step.losses):
+def _uneven_microbatches(losses: Sequence[tuple[Term, ...]]) -> str:
+    for column in _columns(losses):
         parts = _parts(column)
         if _weigh_unevenly(parts):
             sizes = ", ".join(f"{units:g}" for units, _ in parts)
@@ -149,9 +159,9 @@ def _uneven_microbatches(step: Step) -> str:
     return ""
 
 
-def _not_divided(step: Step) -> str:
-    num, (low, high) = step.num_backwards, _UNDIVIDED
-    for column in _columns(step.losses) if num > 1 else ():
+def _not_divided(losses: Sequence[tuple[Term, ...]]) -> str:
+    num, (low, high) = len(losses), _UNDIVIDED
+    for column in _columns(losses) if num > 1 else ():
         shares = [share for _, share in _parts(column)]
         if all(low <= share <= high for share in shares):
             return f"the losses of {num} backwards are not divided by {num}: together they weigh {sum(shares):.3g}"

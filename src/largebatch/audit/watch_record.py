@@ -5,7 +5,7 @@ It is written down in the order in which it happened; nothing is judged here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.audit.watch_loss import Term, UnreadError, read_terms
+from largebatch.groups import is_spread
 from largebatch.noise.collect.changes import version_of
 
 MAX_STEPS = 1000
 """Steps that are kept; the rest are only counted."""
 _LOOKED_AT = 4  # gradients whose norms are read, to see whether they are changed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """What a backward's loss comes from."""
+
+    forward: int
+    """Number of its forward; backwards of one forward share it."""
+    draw: tuple[int, int] | None
+    """The sampler that had drawn last, and how many draws there had been; None if none was seen."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,8 +39,10 @@ class Step:
     """"B" for a backward, "0" for one that was zeroed, "S0" for a step of the first scheduler, and so on."""
     losses: list[tuple[Term, ...]] = field(default_factory=list[tuple[Term, ...]])
     """The terms of each backward's loss; empty where it was not read."""
+    origins: list[Origin] = field(default_factory=list[Origin])
+    """What each of these losses comes from."""
     is_clean: bool = False
-    """Whether a backward of it began with gradients that were zero or None."""
+    """Whether a backward of it began with gradients that were zero or None, or may have."""
     changed_by: str = ""
     """What changed the gradients between the last backward and a monitor's measuring; empty if nothing did."""
 
@@ -42,6 +55,7 @@ class Step:
         """Take the backwards so far for none of this step's: their gradients were zeroed."""
         self.events = ["0" if event == "B" else event for event in self.events]
         self.losses.clear()
+        self.origins.clear()
 
 
 class StepRecorder:
@@ -56,20 +70,36 @@ class StepRecorder:
         """What kept a loss from being read, in the order in which it was met."""
         self.on_backward: Callable[[], None] = lambda: None
         """Called after each backward that gave the model a gradient."""
+        self.last_draw: Callable[[], tuple[int, int] | None] = lambda: None
+        """The sampler that has drawn last, and how many draws there have been; None if none was seen."""
         self._model, self._optimizer, self._on_step = model, optimizer, on_step
         self._step, self._in_backward = Step(), False
+        self._sharded: dict[str, nn.Parameter] = {}
+        self._is_held = self._was_held = False  # gradients where they cannot be seen: of this step, of the last one
+        self._num_forwards = self._num_graphs = self._forwards_before = 0
+        self._kept_graph = False
+        self._draw_before: tuple[int, int] | None = None
         self._schedulers: list[Any] = []
         self._scales: dict[Any, float] = {}
         self._marks: list[tuple[int, int]] = []
         self._norms: list[Tensor] = []
         self._changed_by = ""
+        self._remember()
+        self._is_known = self._knows_all(optimizer)
+
+    def forwarded(self) -> None:
+        """Take down that a forward with gradients begins; one in a backward recomputes an earlier one."""
+        self._num_forwards += not self._in_backward
 
     def backward(self, original: Callable[..., Any], tensors: Any, grad_tensors: Any, rest: Any, named: Any) -> Any:
         """Run a backward, and take it down if it gave the model a gradient."""
         if self._in_backward:  # a checkpoint's own, inside another
             return original(tensors, grad_tensors, *rest, **named)
         roots: Sequence[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        before, clean = self._find_marks(), self._is_zeroed()
+        self._remember()
+        before, zeroed = self._find_marks(), self._is_zeroed()
+        told = self._is_known and not self._was_held
+        sharded = self._find_sharded_marks()
         terms = self._read(roots, grad_tensors)
         self._in_backward = True
         try:
@@ -77,15 +107,19 @@ class StepRecorder:
         finally:
             self._in_backward = False
             self._scales.clear()
+        self._remember()
         after = self._find_marks()
-        if after != before or any(hasattr(parameter, "device_mesh") for parameter in self._parameters()):
-            # fully_shard keeps what is not reduced yet where it cannot be seen
+        if after != before or self._sharded:  # fully_shard keeps what is not reduced yet where it cannot be seen
             self.num_backwards += 1
-            if clean:
+            if zeroed and told and not self._is_held:
                 self._step.discard()
+            self._step.is_clean |= zeroed and not (told and self._is_held)
+            if self._sharded:
+                self._is_held = self._find_sharded_marks() == sharded
+                self._was_held &= self._is_held
             self._step.events.append("B")
             self._step.losses.append(terms)
-            self._step.is_clean |= clean
+            self._step.origins.append(self._find_origin(_keeps_graph(rest, named)))
             self._mark(after)
             self.on_backward()
         return result
@@ -106,13 +140,16 @@ class StepRecorder:
             self.steps.append(self._step)
         self._step, self._changed_by = Step(), ""
         self._marks, self._norms = [], []
+        self._was_held, self._is_held = self._is_held or self._was_held, False
+        self._remember()
+        self._is_known = self._knows_all(optimizer)
         self._on_step()
 
     def is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether its steps are the ones that are watched."""
         if self._optimizer is not None:
             return optimizer is self._optimizer
-        own = {id(parameter) for parameter in self._model.parameters()}
+        own = {id(parameter) for parameter in (*self._model.parameters(), *self._sharded.values())}
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def scaled(self, outputs: Any, scale: float) -> None:
@@ -139,8 +176,39 @@ class StepRecorder:
         self._look_for_changes()
         self._step.changed_by = self._changed_by
 
+    def _remember(self) -> None:
+        """Note the parameters of fully_shard, which holds them out of sight from a forward to its backward."""
+        self._sharded |= {name: own for name, own in self._model.named_parameters() if is_spread(own)}
+
+    def _knows_all(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Whether no parameter of fully_shard, which an optimizer holds, is still out of sight."""
+        if optimizer is None:
+            is_plain = not any(hasattr(module, "set_requires_gradient_sync") for module in self._model.modules())
+            return is_plain or all(name in self._sharded for name, _ in self._model.named_parameters())
+        known = {id(parameter) for parameter in self._sharded.values()}
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return all(id(parameter) in known for parameter in held if is_spread(parameter))
+
     def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        own = (self._sharded.get(name, parameter) for name, parameter in self._model.named_parameters())
+        return [parameter for parameter in own if parameter.requires_grad]
+
+    def _find_sharded_marks(self) -> list[tuple[int, int]]:
+        grads = (parameter.grad for parameter in self._sharded.values())
+        return [version_of(None if grad is None else _local(grad)) for grad in grads]
+
+    def _find_origin(self, keeps_graph: bool) -> Origin:
+        """The forward that a backward belongs to, as far as can be seen.
+
+        It is that of the last backward if there was no forward since, or if that one has kept its graph: another loss
+        may be taken of it. A model whose forwards are not seen at all has one for each backward.
+        """
+        draw = self.last_draw()
+        is_same = self._num_forwards == self._forwards_before > 0
+        is_same |= self._kept_graph and draw == self._draw_before
+        self._num_graphs += not is_same
+        self._forwards_before, self._kept_graph, self._draw_before = self._num_forwards, keeps_graph, draw
+        return Origin(forward=self._num_graphs, draw=draw)
 
     def _find_marks(self) -> list[tuple[int, int]]:
         """Where each gradient is, and how often it was changed in place."""
@@ -149,7 +217,9 @@ class StepRecorder:
 
     def _is_zeroed(self) -> bool:
         """Whether all gradients are None or 0."""
-        held = (parameter.grad for parameter in self._parameters())
+        # fully_shard holds what is not reduced yet in the parameters that it shows from a forward to its backward.
+        shown = self._model.parameters() if self._sharded else ()
+        held = (parameter.grad for parameter in (*self._parameters(), *shown))
         return not any(bool(_local(grad).count_nonzero()) for grad in held if grad is not None and not grad.is_sparse)
 
     def _mark(self, marks: list[tuple[int, int]]) -> None:
@@ -181,6 +251,13 @@ class StepRecorder:
             self.unread[str(error)] = None
             return ()
         return tuple(terms)
+
+
+def _keeps_graph(rest: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether a backward, given what follows autograd's first two arguments, leaves its graph for another."""
+    given: dict[str, Any] = dict(zip(("retain_graph", "create_graph"), rest, strict=False)) | dict(named)
+    kept = given.get("retain_graph")
+    return bool(given.get("create_graph") if kept is None else kept)
 
 
 def _local(grad: Tensor) -> Tensor:
