@@ -1,7 +1,8 @@
 """What is wrong with my training? `largebatch audit examples/audit_my_task.py` looks at it, and at 8 of its batches.
 
 Put your own model, optimizer, loader, scheduler and step into `setup`. This one has three mistakes: the scheduler steps
-once a microbatch, the loss is not divided by the accumulation, and the batch norm's parameters decay.
+once a microbatch, the loss is not divided by the accumulation, and the batch norm's parameters decay. (Biases decay
+too, which is a note.)
 """
 
 import torch

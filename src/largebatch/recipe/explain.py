@@ -41,7 +41,7 @@ def explain(recipe: Baseline, resolved: ResolvedRecipe, lr_rule: str, lr_source:
     epoch = f"{resolved.units_per_epoch / batch:.2f} steps an epoch"
     rows: list[Row] = [("batch", batch, f"{k:g} times the reference batch", "the caller")]
     if resolved.world_size > 1 or resolved.accumulation > 1:
-        shares = f"{resolved.world_size} workers, {resolved.accumulation} microbatches each"
+        shares = f"workers: {resolved.world_size}, microbatches each: {resolved.accumulation}"
         rows.append(("microbatch", resolved.microbatch, shares, "the caller"))
     rows += [
         ("lr", resolved.lr, lr_rule, lr_source),
