@@ -134,7 +134,10 @@ def test_a_worker_without_a_step_keeps_the_others_from_nothing():
 def with_accelerate(rank):
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, not used: the group is there already
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
 
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()  # what another test's Accelerator left in the process that was forked
     found = {}
     for prepared in (False, True):
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
