@@ -9,10 +9,10 @@ from torch import Tensor
 
 CHUNK = 2**18
 """Elements in one dot product on a CPU. A float32 dot of so many is right to about 1e-6; of 25 M to 1e-4 only."""
-SMALL = 2**12
-"""Elements up to which gradients are kept until the backward's end, and read together."""
 CHUNK_ELSEWHERE = 2**22
 """The same on an accelerator, whose dot adds thousands of parts up side by side, and where a launch costs more."""
+SMALL = 2**12
+"""Elements up to which gradients are kept until the backward's end, and read together."""
 
 
 def sq_norm_dots(tensor: Tensor, weights: Tensor | None = None, *, wide: bool = False) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 Module hooks keep what each layer saw and what its output's gradient was; when a parameter's gradient arrives, the
 examples' parts of it are measured by the layer's rule (`largebatch.noise.per_example.rules`), or by torch.func
-where there is none. As in `collect.collector`, a tensor hook reads and the hook after accumulation commits.
+where there is none. A tensor hook reads, and the hook after accumulation commits.
 
 The parts must add up to the gradient that arrived, along a random direction; where they do not, the parameter was
 used out of sight of its layer, and nothing is measured.
