@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,15 @@ class Split(Protocol):
 
     def fetch(self, indices: Tensor) -> Any:
         """Return one batch: whatever the task's `loss`, `errors` and `count` take."""
+        ...
+
+
+@runtime_checkable
+class AugmentedSplit(Split, Protocol):
+    """Examples whose augmentation is part of fetching them, as a random crop is of decoding a picture."""
+
+    def fetch_augmented(self, indices: Tensor, draws: Tensor) -> Any:
+        """Return one training batch; `draws`, shape (len(indices), 8), uniform in [0, 1), fixes all that is random."""
         ...
 
 
@@ -94,6 +103,8 @@ class Task:
     """Size of the fixed training subset on which goals are measured."""
     max_microbatch: int = 4096
     """Largest number of examples in one forward/backward."""
+    loaders: int = 0
+    """Processes that fetch ahead, for each worker; 0 fetches in the loop, which is right for data in memory."""
 
     def __post_init__(self) -> None:
         check_unit(self.unit)
@@ -102,6 +113,8 @@ class Task:
         for field in ("num_goal_examples", "max_microbatch"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field} of task {self.name!r} is at least 1; got {getattr(self, field)}.")
+        if self.loaders < 0:
+            raise ConfigError(f"loaders of task {self.name!r} is at least 0; got {self.loaders}.")
         if not len(self.held_out):
             raise ConfigError(f"task {self.name!r} has no held-out examples: their error is what a study compares.")
         if len(self.train) < 2 * self.recipe.reference_batch:
