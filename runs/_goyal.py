@@ -1,9 +1,9 @@
 """How is Goyal 2017 tried at a reduced scale? Settings in, trainings of five seeds out, each kept in one line of JSON.
 
 Real data, a stand-in under its own name: 12,000 training pictures of Fashion-MNIST and all 10,000 test pictures, the
-residual net of _goyal_net.py, 8 epochs at every batch. The rate was tuned at the reference batch of 16 alone
-(goyal_sweep.py); every number of another batch comes from `Recipe.resolve`. A run's error is the median of its last 3
-epochs, the last 2 of them after the last decay (the paper: 5 of 90).
+residual net of _goyal_net.py, 8 epochs at every batch, and what else a `Setting` says. The rate was tuned at the
+reference batch of 16 alone (goyal_sweep.py); every number of another batch comes from `Recipe.resolve`. A run's error
+is the median of its last 3 epochs, the last 2 of them after the last decay (the paper: 5 of 90).
 
 runs/goyal_*.py each answer one question. A finished training is one line of runs/NAME/trainings.jsonl: a run that was
 killed goes on where it stopped, and a training that two questions share is done once.
@@ -12,16 +12,14 @@ killed goes on where it stopped, and a training that two questions share is done
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import sha1
 from pathlib import Path
-from statistics import fmean, median, stdev
 from typing import Any
 
 import _goyal_emoji
@@ -29,8 +27,6 @@ import numpy as np
 import torch
 from _goyal_net import MOMENTUM, ResidualNet, move_statistics_by, recompute_statistics
 from _record import ROOT
-from _result import record_result
-from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
@@ -43,12 +39,15 @@ from largebatch.recipe.sampler import ShuffledStream
 from largebatch.tasks import fashion_mnist
 
 SEEDS = (0, 1, 2, 3, 4)
+"""Seeds of one training; more seeds are more trainings, each with the next five."""
 REFERENCE_BATCH = BN_N = 16
 """One worker of n = 16: k is the batch over 16."""
 NUM_TRAIN, EPOCHS, WARMUP_EPOCHS, DECAY_EPOCHS, WEIGHT_DECAY = 12_000, 8, 2.0, (4.0, 6.0), 5e-4
 LAST_EPOCHS = 3
 AT_ONCE = 256
 """Pictures in one forward, where BN's n is no larger."""
+LOCAL_SIZES = {"local_n": (4, 28), "local_1": (1, 31)}
+"""Examples of every two workers, where each averages its loss over its own."""
 NUM_STATISTICS = 2048
 """Training pictures from which BN's statistics are recomputed."""
 PROTOCOL = {
@@ -73,17 +72,29 @@ class Setting:
     bn_n: int = BN_N
     """Examples whose statistics BN shares."""
     flaw: str = ""
-    """Which remark of the paper is broken: decay_norms, cancelled_k, uncorrected, local_n, overlap, same_shuffle."""
+    """Which remark of the paper is broken: decay_norms, cancelled_k, uncorrected, overlap, same_shuffle, or one of
+    `LOCAL_SIZES`."""
 
     data: str = "fashion-mnist"
     """fashion-mnist, or emoji: all 3,048 training and 764 test pictures of _goyal_emoji.py."""
     epochs: int = EPOCHS
     """Passes over the data; decays stay at a half and three quarters of them."""
+    warmup_epochs: float = WARMUP_EPOCHS
+    weight_decay: float = WEIGHT_DECAY
+    depth: int = 1
+    """Residual blocks a stage, of which there are two."""
+    first_seed: int = 0
+    """The first of five seeds that are trained at once."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but batch and rate differs from the recipe."""
+        """Whether nothing but batch and rate differs from the recipe: a training whose curve is read."""
         return self == Setting(batch=self.batch, reference_lr=self.reference_lr, data=self.data, epochs=self.epochs)
+
+    @property
+    def seeds(self) -> range:
+        """The seeds of this training."""
+        return range(self.first_seed, self.first_seed + len(SEEDS))
 
 
 @cache
@@ -103,8 +114,8 @@ def resolved(setting: Setting) -> ResolvedRecipe:
     recipe = Recipe(
         reference_batch=REFERENCE_BATCH, reference_lr=setting.reference_lr, epochs=setting.epochs,
         decay_epochs=tuple(epoch * setting.epochs / EPOCHS for epoch in DECAY_EPOCHS),
-        warmup=setting.warmup, warmup_epochs=WARMUP_EPOCHS, weight_decay=WEIGHT_DECAY, scaling=setting.rule,
-        batchnorm_n=BN_N,
+        warmup=setting.warmup, warmup_epochs=setting.warmup_epochs, weight_decay=setting.weight_decay,
+        scaling=setting.rule, batchnorm_n=BN_N,
     )  # fmt: skip
     return recipe.resolve(setting.batch, len(pictures(setting.data)[1]))
 
@@ -137,14 +148,14 @@ def examples_of(setting: Setting, seed: int, streams: list[ShuffledStream], star
 def example_weights(setting: Setting) -> Tensor:
     """What each example's loss counts in the step, before it is divided by the batch: 1, but for broken remark 3.
 
-    Then half of the workers hold 4 examples and the other half 28, and each averages over its own.
+    Then every second worker holds few examples and the others many, and each averages over its own.
     """
     if setting.flaw == "cancelled_k":
         return torch.full((setting.batch,), setting.batch / REFERENCE_BATCH)
-    if setting.flaw != "local_n":
+    if setting.flaw not in LOCAL_SIZES:
         return torch.ones(setting.batch)
     workers = setting.batch // BN_N
-    sizes = torch.tensor([4, 28]).repeat(workers // 2)
+    sizes = torch.tensor(LOCAL_SIZES[setting.flaw]).repeat(workers // 2)
     return (setting.batch / (workers * sizes)).repeat_interleave(sizes)
 
 
@@ -153,9 +164,11 @@ def train(setting: Setting) -> dict[str, Any]:
     started = time.process_time()
     images, labels, _, _ = pictures(setting.data)
     recipe = resolved(setting)
-    net = ResidualNet(SEEDS, group=setting.bn_n, gamma=setting.gamma, in_channels=images.shape[1])
+    net = ResidualNet(
+        setting.seeds, group=setting.bn_n, gamma=setting.gamma, in_channels=images.shape[1], depth=setting.depth
+    )
     optimizer = optimizer_of(net, setting, recipe)
-    streams = {seed: [ShuffledStream(len(labels), seed)] for seed in SEEDS}
+    streams = {seed: [ShuffledStream(len(labels), seed)] for seed in setting.seeds}
     at_once = min(setting.batch, max(AT_ONCE, setting.bn_n))
     weights = example_weights(setting).unsqueeze(1)
     epochs: list[dict[str, list[float]]] = []
@@ -167,9 +180,8 @@ def train(setting: Setting) -> dict[str, Any]:
             lr /= setting.batch / REFERENCE_BATCH
         for group in optimizer.param_groups:
             group["lr"] = lr
-        chosen = torch.from_numpy(
-            np.stack([examples_of(setting, seed, streams[seed], step * setting.batch) for seed in SEEDS], axis=1)
-        )
+        dealt = [examples_of(setting, seed, streams[seed], step * setting.batch) for seed in setting.seeds]
+        chosen = torch.from_numpy(np.stack(dealt, axis=1))
         optimizer.zero_grad(set_to_none=True)
         parts = chosen.split(at_once)
         for number, (part, weight) in enumerate(zip(parts, weights.split(at_once), strict=True), start=1):
@@ -201,12 +213,15 @@ def train(setting: Setting) -> dict[str, Any]:
 def evaluate(net: ResidualNet, setting: Setting, epoch: int) -> dict[str, Tensor]:
     """Test errors in percent, by the running statistics and by recomputed ones, which are then taken back.
 
-    The latter at every epoch of a training whose curve is read, else at the last ones.
+    At every epoch where the curve is read (recomputed ones not in a longer training), else at the last ones.
     """
+    is_last = epoch > setting.epochs - LAST_EPOCHS
+    if not (is_last or setting.is_plain):
+        return {}
     images = pictures(setting.data)[0][:NUM_STATISTICS].repeat(1, len(SEEDS), 1, 1)
     kept = {name: value.clone() for name, value in net.named_buffers()}
     errors = {"error": _test_error(net, setting.data)}
-    if epoch <= setting.epochs - LAST_EPOCHS and not setting.is_plain:
+    if not is_last and setting.epochs > EPOCHS:
         return errors
     recompute_statistics(net, images, at_once=max(AT_ONCE, setting.bn_n))
     errors["recomputed_error"] = _test_error(net, setting.data)
@@ -273,11 +288,28 @@ def train_all(name: str, settings: Iterable[Setting]) -> list[dict[str, Any]]:
             continue
         print(f"{name}, {len(missing)} to go: {mine}", flush=True)
         row = train(mine)
-        print(f"  {row['seconds']} s, errors {run_errors(row)}", flush=True)
+        print(f"  {row['seconds']} s, errors {row['epochs'][-1]['error']}", flush=True)
         with path.open("a") as lines:
             lines.write(json.dumps(row) + "\n")
     done = finished()
     return [done[key(setting)] for setting in wanted]
+
+
+def train_more(name: str, settings: Iterable[Setting], num_sets: int) -> list[dict[str, Any]]:
+    """The trainings of `settings` with `num_sets` times as many seeds, as if each were one."""
+    wanted = list(settings)
+    sets = [[replace(one, first_seed=number * len(SEEDS)) for one in wanted] for number in range(num_sets)]
+    return [together(parts) for parts in zip(*(train_all(name, part) for part in sets), strict=True)]
+
+
+def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Trainings that differ in their seeds only, as one."""
+    epochs = [
+        {key: [value for epoch in same for value in epoch[key]] for key in same[0] if all(key in e for e in same)}
+        for same in zip(*(part["epochs"] for part in parts), strict=True)
+    ]
+    diverged = [value for part in parts for value in part["diverged"]]
+    return {**parts[0], "epochs": epochs, "diverged": diverged, "seconds": sum(part["seconds"] for part in parts)}
 
 
 def claim(setting: Setting) -> bool:
@@ -293,92 +325,3 @@ def claim(setting: Setting) -> bool:
             path.unlink(missing_ok=True)  # it was killed; the next look takes it
         return False
     return True
-
-
-def run_errors(row: dict[str, Any], which: str = "error") -> list[float]:
-    """A run's error, for each seed: the median of the last epochs'."""
-    last = row["epochs"][-LAST_EPOCHS:]
-    return [median(epoch[which][seed] for epoch in last) for seed in range(len(SEEDS))]
-
-
-def final_losses(row: dict[str, Any]) -> list[float]:
-    """Training loss of the last epoch, for each seed."""
-    return row["epochs"][-1]["train_loss"]
-
-
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Mean of the differences of the same seeds, with its 95 % interval by Student's t."""
-    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
-    half = float(stats.t.ppf(0.975, len(differences) - 1)) * stdev(differences) / len(differences) ** 0.5
-    return {"value": fmean(differences), "low": fmean(differences) - half, "high": fmean(differences) + half}
-
-
-def verdict(difference: dict[str, float]) -> str:
-    """Which side of 0 the interval lies on, or that it does not say."""
-    if difference["low"] > 0:
-        return "worse"
-    return "better" if difference["high"] < 0 else "unresolved"
-
-
-def row_of(what: str, training: dict[str, Any], against: dict[str, Any], to: str) -> dict[str, Any]:
-    """One row of a result: errors, losses, and the paired difference to another training."""
-    difference = paired(run_errors(training), run_errors(against))
-    errors, losses = run_errors(training), final_losses(training)
-    same = training is against or training["setting"] == against["setting"]
-    train_errors = training["epochs"][-1]["train_error"]
-    return {
-        "what": what, **training["setting"], "lr": training["lr"], "steps": training["steps"],
-        "errors": errors, "mean": fmean(errors), "std": stdev(errors),
-        "recomputed_mean": fmean(run_errors(training, "recomputed_error")),
-        "recomputed_std": stdev(run_errors(training, "recomputed_error")),
-        "train_error": fmean(train_errors), "train_loss": fmean(losses), "train_loss_std": stdev(losses),
-        "against": to, "difference": None if same else difference, "verdict": "" if same else verdict(difference),
-        "train_loss_difference": None if same else paired(losses, final_losses(against)),
-        "seconds_a_seed": training["seconds"] / len(SEEDS), "diverged": sum(training["diverged"]),
-    }  # fmt: skip
-
-
-def record(name: str, rows: list[dict[str, Any]], started: float, **more: Any) -> None:
-    """Write runs/NAME/result.json and how.json."""
-    result = {"schema_version": 1, "seed": "0 to 4", "protocol": PROTOCOL, "rows": rows, **more}
-    record_result(name, _without_nan(result), started=started)
-    path = ROOT / "runs" / name / "how.json"
-    how = json.loads(path.read_text())
-    kept = path.parent / "trainings.jsonl"
-    own = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    how |= {"seconds": round(sum(row["seconds"] for row in own), 1), "trained_at": sorted({r["commit"] for r in own})}
-    path.write_text(json.dumps(how, indent=1) + "\n")
-
-
-def _without_nan(value: Any) -> Any:
-    """What has no number is null: JSON has no NaN."""
-    if isinstance(value, dict):
-        return {name: _without_nan(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def tuned_lr() -> float:
-    """The rate that goyal_sweep.py chose at the reference batch."""
-    return json.loads((ROOT / "runs" / "goyal_sweep" / "result.json").read_text())["chosen_lr"]
-
-
-def reference() -> Setting:
-    return Setting(reference_lr=tuned_lr())
-
-
-def flat_batch() -> int:
-    """The largest batch up to which errors were within 0.3 points of the reference's in goyal_figure1.py."""
-    rows = json.loads((ROOT / "runs" / "goyal_figure1" / "result.json").read_text())["rows"]
-    flat = REFERENCE_BATCH
-    for row in rows[1:]:
-        if row["difference"]["value"] > 0.3:
-            break
-        flat = row["batch"]
-    return flat
-
-
-def large_batches() -> list[int]:
-    """32 times the reference, and the largest flat batch, which may be the same."""
-    return sorted({flat_batch(), 32 * REFERENCE_BATCH}, reverse=True)

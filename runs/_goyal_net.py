@@ -82,16 +82,22 @@ class Head(nn.Module):
 class ResidualNet(nn.Module):
     """4 channels at 14x14 -> a stem at stride 2 -> blocks of 8 at 7x7 and 32 at 4x4 -> mean -> 10 logits, per seed.
 
+    There are `depth` blocks of either width.
+
     Convolutions by He et al., the last layer N(0, 0.01^2), and `gamma` in the last norm of every block, 0 in the
     recipe (Goyal 2017, sec. 5.1).
     """
 
-    def __init__(self, seeds: Sequence[int], *, group: int, gamma: float = 0.0, in_channels: int = 4) -> None:
+    def __init__(
+        self, seeds: Sequence[int], *, group: int, gamma: float = 0.0, in_channels: int = 4, depth: int = 1
+    ) -> None:
         super().__init__()
         shared = {"seeds": len(seeds), "group": group}
         self.stem = _conv(in_channels, 8, 3, stride=2, seeds=len(seeds))
         self.norm = GroupedNorm(8 * len(seeds), group)
-        self.blocks = nn.Sequential(Block(8, 8, stride=1, **shared), Block(8, 32, stride=2, **shared))
+        narrow = [Block(8, 8, stride=1, **shared) for _ in range(depth)]
+        wide = [Block(32, 32, stride=1, **shared) for _ in range(depth - 1)]
+        self.blocks = nn.Sequential(*narrow, Block(8, 32, stride=2, **shared), *wide)
         self.head = Head(32, 10, len(seeds))
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         for module in self.modules():

@@ -37,11 +37,11 @@ def goyal(folder: Path) -> str:
         difference, verdict = interval(row["difference"]), row["verdict"]
         rows.append([
             str(row["batch"]), row["what"], f"{row['lr']:.3g}", spread(row["mean"], row["std"]),
-            f"{difference} to {row['against']}" if difference else "", verdict,
+            str(len(row["errors"])), f"{difference} to {row['against']}" if difference else "", verdict,
             spread(row["recomputed_mean"], row["recomputed_std"]), spread(row["train_loss"], row["train_loss_std"], 3),
             interval(row["train_loss_difference"], 3), f"{row['seconds_a_seed']:.0f} s",
         ])  # fmt: skip
-    head = ["batch", "run", "peak lr", "error, %", "paired difference, points", "verdict", "error, recomputed",
+    head = ["batch", "run", "peak lr", "error, %", "seeds", "paired difference, points", "verdict", "error, recomputed",
             "training loss", "its paired difference", "core seconds a run"]  # fmt: skip
     return table(head, rows)
 

@@ -10,7 +10,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
-from _goyal import EPOCHS, REFERENCE_BATCH, SEEDS, finished, key, record, reference, run_errors
+from _goyal import EPOCHS, REFERENCE_BATCH, SEEDS, finished, key
+from _goyal_compare import record, reference, run_errors
 from scipy.stats import spearmanr
 
 CURVES = ("train_loss", "error", "recomputed_error")

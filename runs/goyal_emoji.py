@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from _goyal import Setting, record, row_of, train_all
+from _goyal import Setting, train_all
+from _goyal_compare import record, row_of
 
 DATA = {"data": "emoji", "epochs": 30}
 LRS = (0.025, 0.05, 0.1)

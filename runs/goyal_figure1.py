@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from _goyal import NUM_TRAIN, REFERENCE_BATCH, record, reference, row_of, train_all
+from _goyal import NUM_TRAIN, REFERENCE_BATCH, train_all
+from _goyal_compare import record, reference, row_of
 
 FIRST = [REFERENCE_BATCH * k for k in (1, 4, 16, 64, 32, 8, 2)]
 BROKEN = 2.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from _goyal import large_batches, record, reference, row_of, train_all
+from _goyal import train_all
+from _goyal_compare import large_batches, record, reference, row_of
 
 if __name__ == "__main__":
     started, name, base = time.perf_counter(), "goyal_scaling", reference()
