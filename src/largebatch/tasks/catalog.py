@@ -28,31 +28,56 @@ def _mnist(data: Path | None) -> Task:
     return load(data)
 
 
-TASKS: dict[str, tuple[str, Callable[[Path | None], Task]]] = {
+def _detection(data: Path | None, backbone: Path | None = None) -> Task:
+    from largebatch.tasks.detection import load
+
+    return load(data, backbone)
+
+
+def _stamps(data: Path | None, backbone: Path | None = None) -> Task:
+    from largebatch.tasks.stamps import load
+
+    return load(data, backbone)
+
+
+TASKS: dict[str, tuple[str, Callable[..., Task]]] = {
+    "detection": ("COCO, Mask R-CNN on a ResNet-50 with a feature pyramid: boxes and masks, days on GPUs", _detection),
     "digits": ("1,797 real digits of 8x8 pixels inside scikit-learn, a small MLP: seconds, no download", _digits),
     "fashion-mnist": ("70,000 real pictures of clothes of 28x28 pixels, a small CNN: minutes", _fashion_mnist),
     "mnist": ("real digits of 28x28 pixels, all 70,000 or 10,000 of them, a small CNN: minutes", _mnist),
+    "stamps": ("1,900 photographs with stamps pasted on, boxes and masks, a small Mask R-CNN: half an hour", _stamps),
 }
-"""Name -> (one line about it, what makes it from --data)."""
+"""Name -> (one line about it, what makes it from --data and, where it takes one, --backbone)."""
+
+TAKE_BACKBONE = ("detection", "stamps")
+"""The tasks that can start from the weights of a classification run."""
 
 
-def load_task(name_or_path: str, data: Path | None = None) -> Task:
+def load_task(name_or_path: str, data: Path | None = None, backbone: Path | None = None) -> Task:
     """Make the task that a name or a path to a Python file stands for.
 
     Args:
         name_or_path: a name in `TASKS`, or the path of a file that ends in .py.
         data: the directory of the task's files; None looks in the usual places.
+        backbone: weights of a classification run to start from, for the tasks in `TAKE_BACKBONE`; None starts afresh.
 
     Returns:
         The task, its data in memory.
 
     Raises:
-        ConfigError: there is no such task or file, or the file defines no task.
+        ConfigError: there is no such task or file, the file defines no task, or the task takes no backbone, or
+            not this one.
         DataError: a data file is missing, cut short or not what it should be.
         MissingExtraError: the task needs a package that is not installed.
     """
+    if backbone is not None and name_or_path not in TAKE_BACKBONE:
+        raise ConfigError(
+            f"task {name_or_path!r} starts from fresh weights and takes no backbone; got backbone={backbone}. Leave it "
+            f"out. Tasks that take one: {', '.join(TAKE_BACKBONE)}."
+        )
     if name_or_path in TASKS:
-        return TASKS[name_or_path][1](data)
+        make = TASKS[name_or_path][1]
+        return make(data) if backbone is None else make(data, backbone)
     if name_or_path.endswith(".py"):
         from largebatch.tasks.user_file import load
 
