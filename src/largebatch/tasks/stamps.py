@@ -37,7 +37,7 @@ def load(data: Path | None = None, backbone: Path | None = None) -> Task:
     """
     train, held_out = read_halves(NAME, data, _COMMANDS)
     recipe = Recipe(
-        reference_batch=16, reference_lr=0.02, epochs=8, decay_epochs=(6.0,), momentum=0.9, nesterov=False,
+        reference_batch=4, reference_lr=0.01, epochs=6, decay_epochs=(4.5,), momentum=0.9, nesterov=False,
         weight_decay=1e-4, warmup_epochs=0.5,
     )  # fmt: skip
     return make_task(NAME, train, held_out, SHAPE, recipe, backbone)
