@@ -19,7 +19,9 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -45,13 +47,22 @@ class SkippingSplit(Split, Protocol):
         ...
 
 
+@runtime_checkable
+class FinishedSplit(Split, Protocol):
+    """Examples that travel small, as pictures' bytes do, and become what a task takes where the model is."""
+
+    def finish(self, batch: Any) -> Any:
+        """Turn what `fetch_augmented` returned, moved to the device, into the batch that a task's loss takes."""
+        ...
+
+
 class _Cut(NamedTuple):
     """One microbatch, not fetched yet."""
 
-    indices: Tensor
-    """Which examples, int64, shape (count,)."""
-    draws: Tensor
-    """Their augmentation's random numbers, float32, shape (count, 8)."""
+    indices: NDArray[np.int64]
+    """Which examples, shape (count,)."""
+    draws: NDArray[np.float32]
+    """Their augmentation's random numbers, shape (count, 8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +70,14 @@ class _Fetched:
     """One microbatch as a loader hands it over."""
 
     batch: Any
-    draws: Tensor
+    draws: NDArray[np.float32]
     skipped: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     error: tuple[type[LargebatchError], str] | None = None
     """What the split raised: a DataLoader would wrap it into a page of text; as a value it stays the sentence it is."""
 
     def pin_memory(self) -> _Fetched:
         """Called by the DataLoader, which would turn a batch's tuples into lists."""
-        return replace(self, batch=_pinned(self.batch), draws=self.draws.pin_memory())
+        return replace(self, batch=_pinned(self.batch))
 
 
 class _Fetch(Dataset[_Fetched]):
@@ -76,14 +87,14 @@ class _Fetch(Dataset[_Fetched]):
         self.split, self.augment = split, augment
 
     def __getitem__(self, cut: _Cut) -> _Fetched:
-        split = self.split
+        split, indices, random = self.split, torch.from_numpy(cut.indices), torch.from_numpy(cut.draws)
         try:
             if isinstance(split, AugmentedSplit):
-                batch = split.fetch_augmented(cut.indices, cut.draws)
+                batch = split.fetch_augmented(indices, random)
             else:
-                batch = split.fetch(cut.indices)
+                batch = split.fetch(indices)
             if self.augment is not None:
-                batch = self.augment(batch, cut.draws)
+                batch = self.augment(batch, random)
         except LargebatchError as error:
             return _Fetched(None, cut.draws, error=(type(error), str(error)))
         return _Fetched(batch, cut.draws, split.take_skipped() if isinstance(split, SkippingSplit) else [])
@@ -102,10 +113,10 @@ class _Cuts(Sampler[_Cut]):
         for position in itertools.count(self.start, self.batch):
             first, local_batch = rank_slice(position, self.batch, self.rank, self.world_size)
             indices, epochs = self.stream.indices(first, local_batch), self.stream.epochs(first, local_batch)
-            random = torch.from_numpy(draws(self.stream.seed, epochs, indices)).to(torch.float32)
-            # split() gives views, which a queue would send with all they are views of.
-            parts = zip(torch.from_numpy(indices).split(self.microbatch), random.split(self.microbatch), strict=True)
-            yield from (_Cut(part.clone(), its_draws.clone()) for part, its_draws in parts)
+            random = draws(self.stream.seed, epochs, indices).astype(np.float32)
+            for at in range(0, local_batch, self.microbatch):
+                part = slice(at, at + self.microbatch)
+                yield _Cut(indices[part], random[part])
 
 
 class Feed:
@@ -173,6 +184,7 @@ class Feed:
         # On the CPU a loader may as well augment: the same arithmetic. A GPU's differs, so it stays there.
         on_cpu = device.type == "cpu"
         self._augment = None if on_cpu else task.augment
+        self._finish = task.train.finish if isinstance(task.train, FinishedSplit) else None
         fetch = _Fetch(task.train, task.augment if on_cpu else None)
         self._processes: list[BaseProcess] = []
         self._end = partial(_kill, self._processes)
@@ -235,8 +247,10 @@ class Feed:
                 logger.warning("left out %s: %s", name, why)
             self.skipped[name] = self.skipped.get(name, 0) + 1
         batch = to_device(found.batch, self._device)
+        if self._finish is not None:
+            batch = self._finish(batch)
         if self._augment is not None:
-            batch = self._augment(batch, found.draws.to(self._device))
+            batch = self._augment(batch, torch.from_numpy(found.draws).to(self._device))
         return batch
 
     def _killed(self, process: BaseProcess) -> DataError:
