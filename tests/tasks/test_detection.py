@@ -473,16 +473,20 @@ def test_halves_of_different_releases_and_absent_folders_are_refused(tmp_path: P
         detection.load()
 
 
-def test_the_loop_trains_it_with_the_noise_scale_measured_and_a_rerun_gives_the_same_bits(task: Task, tmp_path: Path):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_loop_trains_it_measures_its_noise_scale_and_gives_the_same_bits_again(
+    folder, tmp_path, frozen: bool
+):
+    task = _task(folder, _save(_classifier(), tmp_path / "model.pt") if frozen else None)
     spec = RunSpec(
-        task=task.name, role="train", batch=4, microbatch=2, lr=0.02, schedule="goyal", seed=0, max_steps=4,
+        task=task.name, role="train", batch=4, microbatch=2, lr=0.02, schedule="goyal", seed=0, max_steps=3,
         monitor=True, evaluate_epochs=True,
     )  # fmt: skip
     records = [train(task, spec, tmp_path / name) for name in ("a", "b")]
     assert records[0] == records[1]
-    assert records[0].steps == 4 and records[0].status == "exhausted"
+    assert records[0].steps == 3 and records[0].status == "exhausted"
     lines = [(tmp_path / name / "steps.jsonl").read_text() for name in ("a", "b")]
-    assert lines[0] == lines[1] and lines[0].count("\n") == 4
+    assert lines[0] == lines[1] and lines[0].count("\n") == 3
 
 
 @pytest.mark.proofs

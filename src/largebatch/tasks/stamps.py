@@ -18,7 +18,7 @@ NAME = "stamps"
 _COMMANDS = ["scripts/fetch_data.sh stamps"]
 
 SHAPE = DetectorShape(
-    resnet="resnet18", min_size=128, max_size=128, anchor_sizes=(20, 32, 50, 75, 110), fpn_channels=64,
+    resnet="resnet18", min_size=96, max_size=96, anchor_sizes=(16, 24, 36, 54, 80), fpn_channels=64,
     box_features=128, mask_channels=(64, 64), proposals=200, anchors_sampled=64, rois_sampled=64, detections=20,
 )  # fmt: skip
 
