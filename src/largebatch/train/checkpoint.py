@@ -11,6 +11,7 @@ import hashlib
 import io
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 _SHOWN = 3
 _SINGLE_FILES = ("checkpoint.pt", "checkpoint.pt.previous", "checkpoint.pt.fresh")
 """What layout 1 called its files."""
+_NAME = re.compile(r"step-\d+(\.\d+)?")
 
 
 class Checkpoints:
@@ -55,7 +57,7 @@ class Checkpoints:
             assert not isinstance(own, int), "only a worker outside of the group gets a number"
             self._group = own
             self._rank, self._world_size = dist.get_rank(group), len(ranks)
-        self._in_flight: tuple[int, Future[Any]] | None = None
+        self._in_flight: tuple[Path, Future[Any]] | None = None
         self._damaged: set[Path] = set()
 
     def save(self, step: int, state: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -73,14 +75,13 @@ class Checkpoints:
         from largebatch.train.checkpoint_files import write
 
         self.wait()
-        tensors = {name: leaf for name, (_, _, leaf) in _leaves(state).items() if isinstance(leaf, Tensor)}
-        plain = {name: leaf for name, (_, _, leaf) in _leaves(state).items() if not isinstance(leaf, Tensor)}
+        leaves = {name: leaf for name, (_, _, leaf) in _leaves(state).items()}
+        tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+        plain = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Tensor)}
         content = _packed({"facts": facts, "plain": plain}) if self._rank == 0 else b""
-        flight = write(
-            tensors, self._place(step), content, retire=self._outlived_by(step), group=self._group,
-            background=self._asynchronous,
-        )  # fmt: skip
-        self._in_flight = step, flight
+        place, retire = self._agreed(lambda: self._place_of(step))
+        flight = write(tensors, place, content, retire=retire, group=self._group, background=self._asynchronous)
+        self._in_flight = place, flight
         if not self._asynchronous:
             self.wait()
 
@@ -92,7 +93,7 @@ class Checkpoints:
         """
         if self._in_flight is None:
             return
-        step, future = self._in_flight
+        place, future = self._in_flight
         self._in_flight = None
         try:
             future.result()
@@ -102,7 +103,7 @@ class Checkpoints:
             if self._rank == 0:
                 for remains in self.folder.glob(".*.writing"):
                     shutil.rmtree(remains, ignore_errors=True)
-            raise _failure(self._place(step), error) from error
+            raise _failure(place, error) from error
 
     def load(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Fill `state` from the newest whole checkpoint, whatever workers and sharding wrote it.
@@ -151,19 +152,22 @@ class Checkpoints:
             for name in _SINGLE_FILES:
                 (self._run_folder / name).unlink(missing_ok=True)
 
-    def _place(self, step: int) -> Path:
-        return self.folder / f"step-{step:09d}"
-
-    def _outlived_by(self, step: int) -> list[Path]:
-        """What goes when the checkpoint of `step` stands: all but the last good one before it."""
-        there = [place for place in _newest_first(self.folder) if place != self._place(step)]
-        kept = next((place for place in there if place < self._place(step) and place not in self._damaged), None)
-        return [place for place in there if place != kept]
+    def _place_of(self, step: int) -> tuple[Path, list[Path]]:
+        """Where the checkpoint of `step` goes, and what goes then: all but the last good one before it."""
+        there = _newest_first(self.folder)
+        # One of the same step stays until the new one stands, so that a kill between never leaves neither.
+        again = 1 + max((_number(other)[1] for other in there if _number(other)[0] == step), default=-1)
+        place = self.folder / (f"step-{step:09d}.{again}" if again else f"step-{step:09d}")
+        before = (other for other in there if _number(other) < (step, again) and other not in self._damaged)
+        kept = next(before, None)
+        return place, [other for other in there if other != kept]
 
     def _list(self) -> list[tuple[Path, Any]]:
         """Checkpoints from the newest on, each with its manifest or what is wrong with it (rank 0)."""
-        places = _newest_first(self.folder)
-        if not places and (old := self._run_folder / _SINGLE_FILES[0]).exists():
+        if not (places := _newest_first(self.folder)):
+            old = self._run_folder / _SINGLE_FILES[0]
+            if not old.exists():
+                return []
             raise CheckpointError(
                 f"{old} is a checkpoint of layout 1, which this version of largebatch does not read. Finish the run "
                 "with largebatch 0.1, or delete the file to start from the beginning."
@@ -221,7 +225,13 @@ class Checkpoints:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"), reverse=True)
+    return sorted((place for place in folder.glob("step-*") if _NAME.fullmatch(place.name)), key=_number, reverse=True)
+
+
+def _number(place: Path) -> tuple[int, int]:
+    """The step of a checkpoint, and how many of the same step came before it."""
+    step, again = re.findall(r"\d+", place.name + ".0")[:2]
+    return int(step), int(again)
 
 
 def _leaves(tree: Any, path: str = "") -> dict[str, tuple[Any, Any, Any]]:

@@ -64,7 +64,7 @@ def write(
 
     Args:
         tensors: tensors and DTensors by name. Of what several workers hold, rank 0's is written.
-        place: the checkpoint's folder; an abandoned one of this name is replaced.
+        place: the checkpoint's folder, which does not exist yet.
         plain: the content of `plain.pt`, from rank 0.
         retire: folders to delete once the new one stands, on rank 0.
         group: of gloo, used by nobody else while this is in flight; None for one worker.
@@ -116,7 +116,11 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write and fsync this worker's file; the result goes to rank 0 with the file's fingerprint."""
-        written: list[WriteResult] = super().write_data(plan, planner).value() if plan.items else []
+        try:
+            written: list[WriteResult] = super().write_data(plan, planner).value() if plan.items else []
+        except RuntimeError as error:
+            # After a failed write torch.save still ends its archive, and says only that this failed ("unexpected pos").
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from error
         names = {result.storage_data.relative_path for result in written}
         future: Future[Any] = Future()
         future.set_result((written, {name: fingerprint(self._folder / name) for name in names}))
@@ -132,8 +136,6 @@ class Writer(FileSystemWriter):
         digest = hashlib.sha256(text).hexdigest().encode() + b"\n"
         _write(self._folder / MANIFEST, digest + text)
         _sync_folder(self._folder)
-        if self._place.exists():
-            shutil.rmtree(self._place)
         self._folder.rename(self._place)
         _sync_folder(self._place.parent)
         for folder in self._retire:
@@ -215,7 +217,10 @@ class _IndexUnpickler(pickle.Unpickler):
             found = super().find_class(module_name, global_name)
             if isinstance(found, type) and found.__module__ == module_name:
                 return found
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} is no part of a checkpoint's index")
+        raise CheckpointError(
+            f"the index of a checkpoint names {module_name}.{global_name}, which is no part of one: something "
+            "else than largebatch wrote it, and it is not read."
+        )
 
 
 _NAMED_IN_AN_INDEX = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
