@@ -201,6 +201,8 @@ A, B, NEAR_A = [0.0, 0.0, 10.0, 10.0], [20.0, 20.0, 40.0, 40.0], [0.0, 0.0, 10.0
         (([A, B], [1, 1], [0.9, 0.9]), ([A, B], [1, 2]), 2 / 3),  # a wrong class is one missed and one too many
         (([A, NEAR_A], [1, 1], [0.9, 0.8]), ([A], [1]), 1 / 2),  # one object is found once
         (([NEAR_A, A], [1, 1], [0.8, 0.9]), ([A], [1]), 1 / 2),
+        # The second overlaps the first object more (0.9 to 0.89), but that one is taken: it finds the other.
+        (([A, [0, 0, 10, 9]], [1, 1], [0.9, 0.8]), ([A, [0, 0, 10, 8]], [1, 1]), 0),
         (([[0, 0, 10, 4]], [1], [0.9]), ([A], [1]), 1),  # overlaps by 0.4
         (([A], [1], [0.9]), ([], []), 1),
         (([], [], []), ([], []), 0),
@@ -474,9 +476,7 @@ def test_halves_of_different_releases_and_absent_folders_are_refused(tmp_path: P
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_loop_trains_it_measures_its_noise_scale_and_gives_the_same_bits_again(
-    folder, tmp_path, frozen: bool
-):
+def test_the_loop_trains_it_measures_its_noise_scale_and_gives_the_same_bits_again(folder, tmp_path, frozen: bool):
     task = _task(folder, _save(_classifier(), tmp_path / "model.pt") if frozen else None)
     spec = RunSpec(
         task=task.name, role="train", batch=4, microbatch=2, lr=0.02, schedule="goyal", seed=0, max_steps=3,

@@ -174,7 +174,7 @@ def errors(model: nn.Module, batch: Batch) -> Tensor:
     with in_mode(model, training=False):
         found = model(pictures)
     shares = [_share_wrong(one, target) for one, target in zip(found, targets, strict=True)]
-    return torch.tensor(sum(shares), dtype=torch.float32)
+    return torch.tensor(sum(shares), dtype=torch.float32, device=pictures[0].device)
 
 
 def _share_wrong(found: dict[str, Tensor], target: dict[str, Tensor]) -> float:
