@@ -47,16 +47,20 @@ def goyal(folder: Path) -> str:
 
 
 def joined(folder: Path) -> str:
-    """One row per batch: the epoch from which on its curves stay within 2 std of the reference's."""
+    """One row per length and batch: the epoch from which on its curves stay within 2 std of the reference's."""
 
     def said(epoch: int | None) -> str:
         return "never" if epoch is None else str(epoch)
 
     rows = [
-        [str(row["batch"]), *(said(row[curve]) for curve in ("train_loss", "error", "recomputed_error"))]
+        [
+            str(row["epochs"]),
+            str(row["batch"]),
+            *(said(row[curve]) for curve in ("train_loss", "error", "recomputed_error")),
+        ]
         for row in json.loads((folder / "result.json").read_text())["rows"]
     ]
-    return table(["batch", "training loss", "test error", "test error, statistics recomputed"], rows)
+    return table(["epochs", "batch", "training loss", "test error", "test error, statistics recomputed"], rows)
 
 
 def forecasts(folder: Path) -> str:

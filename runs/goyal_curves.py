@@ -1,16 +1,18 @@
 """Experiment: when do curves of a large batch join the reference's, and does their early gap foretell the end?
 
-Nothing is trained: the curves are those of goyal_figure1.py (Goyal 2017, sec. 5.2, Figure 3).
+Nothing is trained: the curves are those of goyal_figure1.py and goyal_long.py (Goyal 2017, sec. 5.2, Figure 3). In the
+longer ones statistics are recomputed in the last epochs only.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
-from _goyal import EPOCHS, REFERENCE_BATCH, SEEDS, finished, key
+from _goyal import EPOCHS, REFERENCE_BATCH, SEEDS, Setting, finished, key
 from _goyal_compare import record, reference, run_errors
 from scipy.stats import spearmanr
 
@@ -21,8 +23,11 @@ NUM_RESAMPLES = 2_000
 def joined(curve: str, large: dict[str, Any], baseline: dict[str, Any]) -> int | None:
     """The first epoch (from 1) from which on the means differ by at most 2 std of a seed; None: never."""
     first = None
-    for epoch in range(EPOCHS, 0, -1):
-        ours, theirs = (training["epochs"][epoch - 1][curve] for training in (large, baseline))
+    for epoch in range(len(baseline["epochs"]), 0, -1):
+        pair = [training["epochs"][epoch - 1] for training in (large, baseline)]
+        if curve not in pair[0] or curve not in pair[1]:
+            break
+        ours, theirs = (of_epoch[curve] for of_epoch in pair)
         spread = ((stdev(ours) ** 2 + stdev(theirs) ** 2) / 2) ** 0.5
         if not abs(fmean(ours) - fmean(theirs)) <= 2 * spread:
             break
@@ -51,16 +56,24 @@ def rank_correlation(early: np.ndarray, late: np.ndarray, *, within: bool) -> di
     return {"value": of(np.arange(len(SEEDS))), "low": float(low), "high": float(high)}
 
 
-if __name__ == "__main__":
-    started, base = time.perf_counter(), reference()
+def against_reference(epochs: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The plain trainings of so many epochs at batches above the reference's, in their order, and the reference."""
     done = finished()
-    baseline = done[key(base)]
-    plain = {**baseline["setting"], "batch": 0}
-    large = sorted(
-        (t for t in done.values() if {**t["setting"], "batch": 0} == plain and t["setting"]["batch"] > REFERENCE_BATCH),
-        key=lambda training: training["setting"]["batch"],
-    )
-    rows = [{"batch": t["setting"]["batch"], **{curve: joined(curve, t, baseline) for curve in CURVES}} for t in large]
+    base = replace(reference(), epochs=epochs)
+    large = [training for training in done.values()
+             if Setting(**training["setting"]) == replace(base, batch=training["setting"]["batch"])
+             and training["setting"]["batch"] > REFERENCE_BATCH]  # fmt: skip
+    return sorted(large, key=lambda training: training["setting"]["batch"]), done[key(base)]
+
+
+if __name__ == "__main__":
+    started = time.perf_counter()
+    large, baseline = against_reference(EPOCHS)
+    rows = [
+        {"epochs": epochs, "batch": t["setting"]["batch"], **{curve: joined(curve, t, base) for curve in CURVES}}
+        for epochs, (trainings, base) in ((epochs, against_reference(epochs)) for epochs in (EPOCHS, 3 * EPOCHS))
+        for t in trainings
+    ]
     final_loss = gaps(large, baseline, EPOCHS)
     final_error = np.array([np.subtract(run_errors(t), run_errors(baseline)) for t in large])
     forecasts = [

@@ -1,6 +1,6 @@
 """Experiment: what are a gamma of 0 and gradual warmup worth in a deeper net: 3 blocks a stage (Tables 1, 2b)?
 
-6 residual blocks where the other runs have 2; the reference rate is theirs, it was not tuned again.
+6 residual blocks where the other runs have 2, at 32 times the reference; the rate is theirs, it was not tuned again.
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ DEPTH = 3
 
 if __name__ == "__main__":
     started, name = time.perf_counter(), "goyal_depth"
-    base = replace(reference(), depth=DEPTH)
-    rows = []
-    for k, warmups in ((32, ("gradual", "none")), (4, ("gradual",))):
-        large = replace(base, batch=k * REFERENCE_BATCH)
-        settings = [replace(large, warmup=warmup, gamma=gamma) for warmup in warmups for gamma in (0.0, 1.0)]
-        trainings = train_all(name, settings)
-        zero, one = trainings[:2]
-        rows += [row_of("gamma 0", zero, zero, ""), row_of("gamma 1", one, zero, "gamma 0")]
-        if trainings[2:]:
-            no_zero, no_one = trainings[2:]
-            rows += [
-                row_of("gamma 0, no warmup", no_zero, zero, "gamma 0"),
-                row_of("gamma 1, no warmup", no_one, one, "gamma 1"),
-                row_of("gamma 1, no warmup", no_one, no_zero, "gamma 0, no warmup"),
-            ]
+    large = replace(reference(), depth=DEPTH, batch=32 * REFERENCE_BATCH)
+    zero, one, no_zero, no_one = train_all(
+        name, [replace(large, warmup=warmup, gamma=gamma) for warmup in ("gradual", "none") for gamma in (0.0, 1.0)]
+    )
+    rows = [
+        row_of("gamma 0", zero, zero, ""),
+        row_of("gamma 1", one, zero, "gamma 0"),
+        row_of("gamma 0, no warmup", no_zero, zero, "gamma 0"),
+        row_of("gamma 1, no warmup", no_one, one, "gamma 1"),
+        row_of("gamma 1, no warmup", no_one, no_zero, "gamma 0, no warmup"),
+    ]
     record(name, rows, started)
