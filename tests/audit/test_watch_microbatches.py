@@ -131,6 +131,74 @@ def test_draws_tell_microbatches_though_no_accumulation_is_given(retain):
     assert codes(watched) == ["LB405"]
 
 
+@pytest.mark.parametrize("swapped", [False, True], ids=["in order", "last first"])
+@pytest.mark.parametrize("fault", ["", "LB403", "LB405"])
+def test_microbatches_whose_forwards_all_come_first_are_as_many(fault, swapped):
+    # forward, forward, backward, backward
+    model, optimizer = make(Heads)
+    with watch(model, optimizer, accumulation=2) as watched:
+        for first, second in zip(ROWS[:24].split(8), ROWS[24:].split(8), strict=True):
+            optimizer.zero_grad()
+            parts = (first, second[:5] if fault == "LB403" else second)
+            losses = [model(rows)[0].square().mean() for rows in parts]
+            for loss in reversed(losses) if swapped else losses:
+                (loss if fault == "LB405" else loss / 2).backward()
+            optimizer.step()
+    assert codes(watched) == ([fault] if fault else []) and watched.num_backwards == 6
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["no loader", "a loader"])
+def test_a_discriminator_s_forwards_may_both_come_first(loaded):
+    model, optimizer = make(lambda: nn.Linear(3, 1))
+    loader = DataLoader(TensorDataset(ROWS), batch_sampler=_Batches())
+    with watch(model, optimizer, loader if loaded else None) as watched:
+        for (real,) in loader:
+            optimizer.zero_grad()
+            losses = [model(real).sigmoid().log().mean().neg(), model(torch.randn(6, 3)).mean()]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+    assert codes(watched) == []
+    assert loaded == (watched.unread == ())
+
+
+def test_forwards_that_share_a_cast_of_autocast_are_several():
+    # One autocast around all: the cast of a weight is made once, and is in the graph of every forward.
+    model, optimizer = make(lambda: nn.Linear(3, 1))
+    with watch(model, optimizer, accumulation=2) as watched:
+        for rows in ROWS.split(8):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                for part in rows.split(4):
+                    model(part).float().square().mean().backward()
+            optimizer.step()
+    assert codes(watched) == ["LB405"]
+
+
+def test_a_loss_over_two_forwards_makes_them_one_microbatch():
+    # As a contrastive loss between two views, beside a loss of each.
+    model, optimizer = make(lambda: nn.Linear(3, 1))
+    with watch(model, optimizer) as watched:
+        for rows in ROWS.split(8):
+            optimizer.zero_grad()
+            first, second = model(rows), model(rows + 0.1)
+            first.square().mean().backward(retain_graph=True)
+            second[:4].square().mean().backward(retain_graph=True)
+            (first - second).square().mean().backward()
+            optimizer.step()
+    assert codes(watched) == [] and watched.unread == ()
+
+
+def test_an_optimizer_that_steps_after_every_microbatch_of_two_losses_is_found():
+    model, optimizer = make(Heads)
+    with watch(model, optimizer, accumulation=2) as watched:
+        for rows in ROWS.split(8):
+            optimizer.zero_grad()
+            two_heads(model, rows, 0.5)
+            optimizer.step()
+    assert codes(watched) == ["LB407"]
+
+
 def test_a_model_whose_forwards_are_not_seen_has_one_for_each_backward():
     model, optimizer = make(lambda: nn.Linear(3, 1))
     with watch(model, optimizer, accumulation=2) as watched:

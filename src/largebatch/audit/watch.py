@@ -22,8 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from largebatch.audit.findings import Finding, sort_findings
 from largebatch.audit.watch_draws import DrawRecorder
 from largebatch.audit.watch_forwards import ForwardRecorder
-from largebatch.audit.watch_judge import find_between_workers, find_in_steps, is_undecided
-from largebatch.audit.watch_microbatches import UNKNOWN
+from largebatch.audit.watch_judge import find_between_workers, find_in_steps, find_undecided
 from largebatch.audit.watch_order import find_between_orders, find_in_order
 from largebatch.audit.watch_patch import Function, wrapped, wrapped_in_family
 from largebatch.audit.watch_record import MAX_STEPS, StepRecorder
@@ -53,7 +52,6 @@ class Watched:
         self._steps = StepRecorder(model, _unwrapped(optimizer, "optimizer"), self._on_step)
         self._forwards, self._draws = ForwardRecorder(model), DrawRecorder(dataloader)
         self._steps.on_backward, self._steps.last_draw = self._draws.backward, self._draws.last_draw
-        self._forwards.on_forward = self._steps.forwarded
         self._scheduler, self._monitor = _unwrapped(scheduler, "scheduler"), monitor
         self._accumulation, self._on_finding = accumulation, on_finding
         self._between_workers: list[Finding] = []
@@ -80,8 +78,7 @@ class Watched:
     @property
     def unread(self) -> tuple[str, ...]:
         """What kept a loss from being read, by the name of its graph's node, or from being judged; empty if nothing."""
-        undecided = is_undecided(self._steps.steps, self._accumulation)
-        return (*self._steps.unread, *((UNKNOWN,) if undecided else ()))
+        return (*self._steps.unread, *find_undecided(self._steps.steps, self._accumulation))
 
     def _tell(self) -> None:
         if self._on_finding is None:
@@ -217,7 +214,8 @@ def watch(
     steps and losses; two epochs those of the data's order. A loss is read from its graph: one that is computed inside
     a compiled model, or by a function of its own, is not: `watched.unread` names it, and its mistakes are not found.
     Backwards of one forward are one microbatch; if there are more of them than `accumulation` before an optimizer step,
-    the draws of the dataloader tell which belong together (a GAN's real and fake batch), or `watched.unread` says so.
+    the draws of the dataloader tell which belong together (a GAN's real and fake batch), or `watched.unread` says so:
+    say `accumulation` where all forwards of a step come before its backwards, since they have been drawn by then.
     Gradients, weights and random numbers stay as they are, bit for bit; reading makes the host wait for an accelerator.
 
     On several workers every worker watches: at the end of the context they lay their records side by side, once, over

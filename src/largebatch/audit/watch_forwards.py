@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -27,8 +27,6 @@ class ForwardRecorder:
         """Look at the layers of `model` while `looking` is open."""
         self.names: dict[str, int] = {}
         """Layer by name -> its forwards in training mode without gradients, in an evaluation."""
-        self.on_forward: Callable[[], None] = lambda: None
-        """Called when a forward with gradients begins, of the model or of a part of it that is called on its own."""
         self._named = {id(module): name for name, module in model.named_modules()}
         self._entered: list[nn.Module] = []
         self._is_evaluation = False
@@ -42,8 +40,6 @@ class ForwardRecorder:
                 return
             if not self._entered:
                 self._is_evaluation = not torch.is_grad_enabled() and _is_evaluated(module)
-                if torch.is_grad_enabled():
-                    self.on_forward()
             self._entered.append(module)
             if self._is_evaluation:
                 # Inside a compiled module no hook is called.

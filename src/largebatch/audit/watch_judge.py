@@ -11,7 +11,7 @@ from itertools import groupby, pairwise
 
 from largebatch.audit.findings import Finding
 from largebatch.audit.watch_loss import Term
-from largebatch.audit.watch_microbatches import find_microbatches
+from largebatch.audit.watch_microbatches import UNKNOWN, UNSEEN, find_microbatches
 from largebatch.audit.watch_record import Step
 
 _SAME = 1e-3
@@ -48,13 +48,15 @@ def find_in_steps(steps: Sequence[Step], *, world_size: int, accumulation: int) 
     return found
 
 
-def is_undecided(steps: Sequence[Step], accumulation: int) -> bool:
-    """Whether a step's losses would be a mistake if its backwards were microbatches, which cannot be told."""
-    return any(
-        find_microbatches(step, accumulation) is None
-        and bool(_uneven_microbatches(step.losses) or _not_divided(step.losses))
+def find_undecided(steps: Sequence[Step], accumulation: int) -> list[str]:
+    """What cannot be told of steps whose losses would be a mistake if their backwards were microbatches."""
+    undecided = {
+        UNKNOWN if step.is_known else UNSEEN
         for step in steps
-    )
+        if find_microbatches(step, accumulation) is None
+        and bool(_uneven_microbatches(step.losses) or _not_divided(step.losses))
+    }
+    return sorted(undecided)
 
 
 def find_between_workers(steps_of_workers: Sequence[Sequence[Step]]) -> list[Finding]:
@@ -110,10 +112,10 @@ def _optimizer_per_microbatch(steps: Sequence[Step], accumulation: int) -> Itera
     ]
     if told:
         yield _finding("LB407", told, len(steps))
-    elif accumulation > 1 and len(steps) > 1 and all(step.num_backwards == 1 for step in steps):
+    elif accumulation > 1 and len(steps) > 1 and all(step.num_forwards == 1 for step in steps):
         yield Finding(
             code="LB407",
-            seen=f"The optimizer stepped after each of {len(steps)} backwards; accumulation is {accumulation}.",
+            seen=f"The optimizer stepped after each of {len(steps)} microbatches; accumulation is {accumulation}.",
         )
 
 

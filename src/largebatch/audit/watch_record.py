@@ -5,13 +5,14 @@ It is written down in the order in which it happened; nothing is judged here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from largebatch.audit.watch_graph import find_nodes
 from largebatch.audit.watch_loss import Term, UnreadError, read_terms
 from largebatch.groups import is_spread
 from largebatch.noise.collect.changes import version_of
@@ -43,19 +44,27 @@ class Step:
     """What each of these losses comes from."""
     is_clean: bool = False
     """Whether a backward of it began with gradients that were zero or None, or may have."""
+    is_known: bool = True
+    """Whether gradients that were zeroed before its backwards would have been seen to be."""
     changed_by: str = ""
     """What changed the gradients between the last backward and a monitor's measuring; empty if nothing did."""
 
     @property
     def num_backwards(self) -> int:
-        """Microbatches of this worker."""
+        """Backwards whose gradients it stepped on."""
         return self.events.count("B")
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards that these belong to."""
+        return len({origin.forward for origin in self.origins})
 
     def discard(self) -> None:
         """Take the backwards so far for none of this step's: their gradients were zeroed."""
         self.events = ["0" if event == "B" else event for event in self.events]
         self.losses.clear()
         self.origins.clear()
+        self.is_known = True
 
 
 class StepRecorder:
@@ -76,9 +85,8 @@ class StepRecorder:
         self._step, self._in_backward = Step(), False
         self._sharded: dict[str, nn.Parameter] = {}
         self._is_held = self._was_held = False  # gradients where they cannot be seen: of this step, of the last one
-        self._num_forwards = self._num_graphs = self._forwards_before = 0
-        self._kept_graph = False
-        self._draw_before: tuple[int, int] | None = None
+        self._num_forwards = 0
+        self._graphs: list[frozenset[int]] = []
         self._schedulers: list[Any] = []
         self._scales: dict[Any, float] = {}
         self._marks: list[tuple[int, int]] = []
@@ -86,10 +94,6 @@ class StepRecorder:
         self._changed_by = ""
         self._remember()
         self._is_known = self._knows_all(optimizer)
-
-    def forwarded(self) -> None:
-        """Take down that a forward with gradients begins; one in a backward recomputes an earlier one."""
-        self._num_forwards += not self._in_backward
 
     def backward(self, original: Callable[..., Any], tensors: Any, grad_tensors: Any, rest: Any, named: Any) -> Any:
         """Run a backward, and take it down if it gave the model a gradient."""
@@ -100,7 +104,7 @@ class StepRecorder:
         before, zeroed = self._find_marks(), self._is_zeroed()
         told = self._is_known and not self._was_held
         sharded = self._find_sharded_marks()
-        terms = self._read(roots, grad_tensors)
+        terms, nodes = self._read(roots, grad_tensors), find_nodes(roots)
         self._in_backward = True
         try:
             result = original(tensors, grad_tensors, *rest, **named)
@@ -113,13 +117,15 @@ class StepRecorder:
             self.num_backwards += 1
             if zeroed and told and not self._is_held:
                 self._step.discard()
+                self._graphs.clear()
+            self._step.is_known &= told
             self._step.is_clean |= zeroed and not (told and self._is_held)
             if self._sharded:
                 self._is_held = self._find_sharded_marks() == sharded
                 self._was_held &= self._is_held
             self._step.events.append("B")
             self._step.losses.append(terms)
-            self._step.origins.append(self._find_origin(_keeps_graph(rest, named)))
+            self._note_origin(nodes)
             self._mark(after)
             self.on_backward()
         return result
@@ -140,6 +146,7 @@ class StepRecorder:
             self.steps.append(self._step)
         self._step, self._changed_by = Step(), ""
         self._marks, self._norms = [], []
+        self._graphs.clear()
         self._was_held, self._is_held = self._is_held or self._was_held, False
         self._remember()
         self._is_known = self._knows_all(optimizer)
@@ -197,18 +204,17 @@ class StepRecorder:
         grads = (parameter.grad for parameter in self._sharded.values())
         return [version_of(None if grad is None else _local(grad)) for grad in grads]
 
-    def _find_origin(self, keeps_graph: bool) -> Origin:
-        """The forward that a backward belongs to, as far as can be seen.
-
-        It is that of the last backward if there was no forward since, or if that one has kept its graph: another loss
-        may be taken of it. A model whose forwards are not seen at all has one for each backward.
-        """
-        draw = self.last_draw()
-        is_same = self._num_forwards == self._forwards_before > 0
-        is_same |= self._kept_graph and draw == self._draw_before
-        self._num_graphs += not is_same
-        self._forwards_before, self._kept_graph, self._draw_before = self._num_forwards, keeps_graph, draw
-        return Origin(forward=self._num_graphs, draw=draw)
+    def _note_origin(self, nodes: frozenset[int]) -> None:
+        """Take down which forward a backward belongs to: that of an earlier one that shares a node, or one more."""
+        origins = self._step.origins
+        same = {
+            origin.forward for origin, graph in zip(origins, self._graphs, strict=True) if not graph.isdisjoint(nodes)
+        }
+        self._num_forwards += not same
+        number = min(same, default=self._num_forwards)
+        origins[:] = [replace(each, forward=number) if each.forward in same else each for each in origins]
+        origins.append(Origin(forward=number, draw=self.last_draw()))
+        self._graphs.append(nodes)
 
     def _find_marks(self) -> list[tuple[int, int]]:
         """Where each gradient is, and how often it was changed in place."""
@@ -251,13 +257,6 @@ class StepRecorder:
             self.unread[str(error)] = None
             return ()
         return tuple(terms)
-
-
-def _keeps_graph(rest: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether a backward, given what follows autograd's first two arguments, leaves its graph for another."""
-    given: dict[str, Any] = dict(zip(("retain_graph", "create_graph"), rest, strict=False)) | dict(named)
-    kept = given.get("retain_graph")
-    return bool(given.get("create_graph") if kept is None else kept)
 
 
 def _local(grad: Tensor) -> Tensor:
