@@ -1,9 +1,10 @@
 """How are Goyal's detection tables (Table 3) tried at a reduced scale? On stamps pasted on photographs, by their name.
 
 `scripts/fetch_data.sh stamps` makes both halves of the data: class folders, on which a ResNet-18 learns to classify,
-and a COCO folder, on which a small Mask R-CNN starts from it, its batch norm frozen. Everything is trained by
-`largebatch.train`: a run that was killed goes on from its checkpoint, and one that ended is never done again. Weights
-lie in largebatch-out/stamps; a finished fine-tune is one line of runs/NAME/finetunes.jsonl.
+and a COCO folder for a small Mask R-CNN, which starts from that ResNet with its batch norm frozen, or from nothing with
+group norm. Everything is trained by `largebatch.train`: a run that was killed goes on from its checkpoint, and one that
+ended is never done again. Weights lie in largebatch-out/stamps; a finished fine-tune is one line of
+runs/NAME/finetunes.jsonl.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from largebatch.records.schema import RunRecord, RunSpec
 from largebatch.tasks import stamps
 from largebatch.tasks.detection_ap import average_precision
 from largebatch.tasks.task import Task, TensorSplit, count_wrong, cross_entropy_sum
-from largebatch.train.loop import Progress, train
+from largebatch.train.checkpoint import load_weights
+from largebatch.train.loop import train
 
 DATA, WEIGHTS = ROOT / "data" / "stamps", ROOT / "largebatch-out" / "stamps"
 BN_N = 32
@@ -37,7 +39,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """What torchvision's detectors subtract and divide by, so that the backbone sees what it was trained on."""
 NUM_TRAIN = 1200
 """Pictures to fine-tune on, the first of the 1,600."""
-EPOCHS = 2
+EPOCHS = 3
 SEED = 0
 
 
@@ -45,8 +47,8 @@ SEED = 0
 class Setting:
     """What tells one fine-tune from another."""
 
-    backbone_batch: int
-    """Batch at which the backbone was trained."""
+    backbone_batch: int | None = None
+    """Batch at which the backbone was trained; None starts from random weights, with group norm."""
     batch: int
     """Batch of the fine-tune."""
     epochs: int = EPOCHS
@@ -105,7 +107,7 @@ def reporter(name: str, batch: int, spec: RunSpec):
     """Prints a line now and then; keeps the noise scale at the end of a run in `SCALES`."""
     last = [time.monotonic()]
 
-    def on_step(progress: Progress, loss: float, monitor: Any) -> None:
+    def on_step(progress: Any, loss: float, monitor: Any) -> None:
         if time.monotonic() - last[0] > 30 or progress.step == spec.max_steps:
             last[0] = time.monotonic()
             print(f"{name} at {batch}: step {progress.step} of {spec.max_steps}, loss {loss:.3f}", flush=True)
@@ -118,8 +120,8 @@ def reporter(name: str, batch: int, spec: RunSpec):
 SCALES: dict[int, str] = {}
 
 
-def finetune_task(setting: Setting, weights: Path) -> Task:
-    """The stamps task, started from `weights`, on the first pictures of its training half."""
+def finetune_task(setting: Setting, weights: Path | None) -> Task:
+    """The stamps task, started from `weights` or from none, on the first pictures of its training half."""
     task = stamps.load(DATA, weights)
     task.train.image_ids = task.train.image_ids[: setting.num_train]
     epochs = setting.epochs
@@ -133,19 +135,19 @@ def finetune(name: str, setting: Setting) -> dict[str, Any]:
     for line in path.read_text().splitlines() if path.exists() else ():
         if (row := json.loads(line))["setting"] == asdict(setting):
             return row
-    weights, classified = backbone(setting.backbone_batch)
+    weights, classified = (None, None) if setting.backbone_batch is None else backbone(setting.backbone_batch)
     task = finetune_task(setting, weights)
     spec = spec_of(task, setting.batch, task.max_microbatch, setting.seed, evaluate=False)
     folder = WEIGHTS / f"{name}-b{setting.batch}-from-b{setting.backbone_batch}-{spec.key.rsplit('-', 1)[1]}"
-    untrained = average_precision(fresh(task, spec), task.held_out)
     options = {"keep_model": True, "checkpoint_seconds": 120.0, "on_step": reporter(task.name, setting.batch, spec)}
     record = train(task, spec, folder, **options)
     model = trained(task, folder)
     row = {
         "setting": asdict(setting), "lr": spec.lr, "steps": record.steps, "microbatch": spec.microbatch,
         "status": record.status, "noise_scale": SCALES.get(setting.batch),
-        "backbone_error": 100 * classified.epochs[-1]["error"] if classified.epochs else None,
-        "trained": average_precision(model, task.held_out), "untrained": untrained,
+        "backbone_error": 100 * classified.epochs[-1]["error"] if classified is not None else None,
+        "trained": average_precision(model, task.held_out),
+        "untrained": average_precision(fresh(task, spec), task.held_out),
         "error": held_out_error(task, model), "seconds": read_json(folder / "timing.json")["seconds"],
     }  # fmt: skip
     with path.open("a") as lines:
@@ -161,12 +163,8 @@ def fresh(task: Task, spec: RunSpec) -> nn.Module:
 
 def trained(task: Task, folder: Path) -> nn.Module:
     """The weights that the run ended with."""
-    from largebatch.train.checkpoint import load_checkpoint
-
-    state = load_checkpoint(folder / "model.pt")
-    assert state is not None
     model = task.model()
-    model.load_state_dict(state["model"])
+    model.load_state_dict(load_weights(folder / "model.pt"))
     return model
 
 

@@ -24,7 +24,7 @@ from largebatch.tasks.detection import errors, flip, loss, make_task, read_halve
 from largebatch.tasks.detection_ap import average_precision, detections, score
 from largebatch.tasks.detection_model import DetectorShape, make_detector
 from largebatch.tasks.task import Task
-from largebatch.train.checkpoint import save_checkpoint
+from largebatch.train.checkpoint import save_weights
 from largebatch.train.loop import train
 from workers import on_workers
 
@@ -329,7 +329,7 @@ def _classifier(name: str = "resnet18", seed: int = 7, **options) -> nn.Module:
 
 
 def _save(net: nn.Module, path: Path) -> Path:
-    save_checkpoint(path, {"task": "imagenet", "model": net.state_dict()})  # as `largebatch train` writes model.pt
+    save_weights(path, "imagenet", net.state_dict())  # as `largebatch train` writes model.pt
     return path
 
 
