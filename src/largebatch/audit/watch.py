@@ -108,9 +108,10 @@ class Watched:
         with ExitStack() as stack:
             stack.enter_context(wrapped(torch.autograd, "backward", self._wrap_backward))
             stack.enter_context(wrapped_in_family(LRScheduler, "step", self._wrap_scheduler))
-            kind = type(self._scheduler)
-            if self._scheduler is not None and not isinstance(self._scheduler, LRScheduler) and "step" in vars(kind):
-                stack.enter_context(wrapped(kind, "step", self._wrap_scheduler))
+            for name in ("step", "step_update") if not isinstance(self._scheduler, LRScheduler) else ():
+                owner = next((base for base in type(self._scheduler).__mro__ if name in vars(base)), None)
+                if owner is not None:  # timm's, or one of the user's own
+                    stack.enter_context(wrapped(owner, name, self._wrap_scheduler))
             for name, wrap in (
                 ("scale", self._wrap_scale), ("unscale_", self._wrap_unscale), ("step", self._wrap_scaler_step)
             ):  # fmt: skip
@@ -135,12 +136,15 @@ class Watched:
     def _wrap_scheduler(self, original: Function) -> Function:
         def step(scheduler: Any, *args: Any, **named: Any) -> Any:
             outermost, self._scheduling = not self._scheduling, True
+            rates = _rates_of(scheduler)
             try:
                 result = original(scheduler, *args, **named)
             finally:
                 self._scheduling = not outermost
-            if outermost and self._is_watched(scheduler):
-                self._steps.scheduled(scheduler)
+            # timm's are told where they stand, so that a call that sets the same rate again is none
+            stays = bool(args or named) and not isinstance(scheduler, LRScheduler) and rates == _rates_of(scheduler)
+            if outermost and not stays and self._is_watched(scheduler):
+                self._steps.scheduled(scheduler, original.__name__)
             return result
 
         return step
@@ -281,6 +285,12 @@ def _unwrapped(thing: Any, name: str) -> Any:
     while inner is not None and (name == "optimizer" or not isinstance(thing, LRScheduler)):
         thing, inner = inner, getattr(inner, name, None)
     return thing
+
+
+def _rates_of(scheduler: Any) -> list[float]:
+    """The learning rates that a scheduler has set."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    return [float(group["lr"]) for group in groups if "lr" in group]
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:

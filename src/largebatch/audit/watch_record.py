@@ -87,7 +87,7 @@ class StepRecorder:
         self._is_held = self._was_held = False  # gradients where they cannot be seen: of this step, of the last one
         self._num_forwards = 0
         self._graphs: list[frozenset[int]] = []
-        self._schedulers: list[Any] = []
+        self._schedulers: list[tuple[Any, str]] = []
         self._scales: dict[Any, float] = {}
         self._marks: list[tuple[int, int]] = []
         self._norms: list[Tensor] = []
@@ -130,11 +130,11 @@ class StepRecorder:
             self.on_backward()
         return result
 
-    def scheduled(self, scheduler: Any) -> None:
-        """Take down that a scheduler has stepped."""
-        known = [index for index, other in enumerate(self._schedulers) if other is scheduler]
+    def scheduled(self, scheduler: Any, by: str = "step") -> None:
+        """Take down that a scheduler has stepped, by its function of that name."""
+        known = [index for index, (other, name) in enumerate(self._schedulers) if other is scheduler and name == by]
         if not known:
-            self._schedulers.append(scheduler)
+            self._schedulers.append((scheduler, by))
         self._step.events.append(f"S{known[0] if known else len(self._schedulers) - 1}")
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
