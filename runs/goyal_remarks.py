@@ -15,10 +15,12 @@ FLAWS = {
     "decay_norms": "weight decay on gamma and beta too (sec. 5.1)",
     "cancelled_k": "losses averaged over n and summed, rate not scaled: decay k times too weak (remarks 1, 3)",
     "local_n": "each worker averages over its own 4 or 28 examples (remark 3)",
-    "local_1": "each worker averages over its own 1 or 31 examples (remark 3)",
     "overlap": "every worker shuffles by itself: parts overlap (remark 4)",
 }
-CLEAR = {"same_shuffle": "every worker takes the same part: k copies of n examples (remark 4)"}
+CLEAR = {
+    "local_1": "each worker averages over its own 1 or 31 examples (remark 3)",
+    "same_shuffle": "every worker takes the same part: k copies of n examples (remark 4)",
+}
 
 if __name__ == "__main__":
     started, name, base = time.perf_counter(), "goyal_remarks", reference()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from _goyal import REFERENCE_BATCH, train_more
+from _goyal import REFERENCE_BATCH, train_all
 from _goyal_compare import record, reference, row_of
 
 LENGTHS = (2.0, 0.5)
@@ -16,10 +16,10 @@ LENGTHS = (2.0, 0.5)
 if __name__ == "__main__":
     started, name, base = time.perf_counter(), "goyal_warmup_short", reference()
     rows = []
-    for k, num_sets in ((32, 2), (64, 1)):
+    for k in (64, 32):
         large = replace(base, batch=k * REFERENCE_BATCH)
         settings = [replace(large, warmup="none"), *(replace(large, warmup_epochs=length) for length in LENGTHS)]
-        none, *gradual = train_more(name, settings, num_sets)
+        none, *gradual = train_all(name, settings)
         rows.append(row_of("none", none, none, "none"))
         rows += [row_of(f"gradual, {length:g} epochs", row, none, "none")
                  for length, row in zip(LENGTHS, gradual, strict=True)]  # fmt: skip
