@@ -12,6 +12,7 @@ from largebatch.errors import CheckpointError, ConfigError, RecordError
 from largebatch.recipe.sampler import ShuffledStream
 from largebatch.records.files import read_lines
 from largebatch.records.schema import RunSpec
+from largebatch.train.checkpoint import load_weights
 from largebatch.train.evaluate import crossing, goal_indices
 from largebatch.train.loop import train
 
@@ -19,9 +20,7 @@ SPEC = RunSpec(task="linear", role="test", batch=16, microbatch=4, lr=0.05, seed
 
 
 def final_weights(folder):
-    from largebatch.train.checkpoint import load_checkpoint
-
-    return load_checkpoint(folder / "model.pt")["model"]
+    return load_weights(folder / "model.pt")
 
 
 def oracle_sgd(task, spec, steps):
@@ -85,8 +84,9 @@ def test_a_damaged_checkpoint_costs_steps_and_no_bit(tmp_path):
 
     with pytest.raises(KilledError):
         train(task, spec, tmp_path / "hurt", checkpoint_seconds=0.0, on_step=kill)
-    path = tmp_path / "hurt" / "checkpoint.pt"
-    path.write_bytes(path.read_bytes()[:-1])
+    newest = max((tmp_path / "hurt" / "checkpoints").glob("step-*"))
+    for path in newest.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
     assert train(task, spec, tmp_path / "hurt") == whole
     assert (tmp_path / "whole" / "steps.jsonl").read_bytes() == (tmp_path / "hurt" / "steps.jsonl").read_bytes()
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from largebatch.noise.monitor import NoiseScaleMonitor
 from largebatch.records.schema import RunSpec
-from largebatch.train.loop import Progress as RunProgress
+from largebatch.train.progress import Progress as RunProgress
 
 console = Console(stderr=True, highlight=False)
 """Everything for people goes to standard error; standard output is for `--json` and paths."""
@@ -66,13 +66,16 @@ class StudyProgress:
         shown = ", ".join(f"batch {spec.batch} lr {spec.lr:.3g}" for spec in running)
         self._bar.update(self._row, description=f"{self._phase}  {shown}", total=total, completed=len(finished))
 
-    def on_step(self, progress: RunProgress, loss: float, monitor: NoiseScaleMonitor | None, total: int) -> None:
-        """A step of the measured run: loss, noise scale with its interval, time left."""
+    def on_step(
+        self, progress: RunProgress, loss: float, monitor: NoiseScaleMonitor | None, total: int, rate: str = ""
+    ) -> None:
+        """A step of the measured run: loss, noise scale with its interval, how fast it is, time left."""
         now = time.monotonic()
         if now - self._last_shown < 0.25:
             return
         self._last_shown = now
         noise = f"  {monitor.noise_scale}" if monitor is not None else ""
+        noise += f"  {rate}" if rate else ""
         self._bar.update(
             self._row, description=f"{self._phase}  step {progress.step}  loss {loss:.4f}{noise}", total=total,
             completed=progress.step,

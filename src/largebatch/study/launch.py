@@ -27,8 +27,9 @@ from largebatch.errors import CheckpointError, LargebatchError, RecordError
 from largebatch.records.files import JsonLines, read_json, read_lines, write_json
 from largebatch.records.schema import RunRecord, RunSpec
 from largebatch.tasks.catalog import load_task
-from largebatch.train.checkpoint import delete_checkpoints
-from largebatch.train.loop import Run, StepCallback
+from largebatch.train.checkpoint import Checkpoints
+from largebatch.train.loop import Run
+from largebatch.train.progress import StepCallback
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ def run_cell(
             record = run.run()
         except CheckpointError as error:
             logger.warning("%s: %s It starts again from its beginning.", spec.key, error)
-            delete_checkpoints(folder / "checkpoint.pt")
+            Checkpoints(folder).delete()
             record = run.run()
         attempts.append({"pid": os.getpid(), "event": "finished"})
     return record

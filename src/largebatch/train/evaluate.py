@@ -1,16 +1,22 @@
-"""How good are these weights, on examples that stay the same?"""
+"""How good are these weights, on examples that stay the same?
+
+Each example is evaluated by exactly one worker, none twice; sums and counts are added up over the workers at the end.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from largebatch.recipe.sampler import eval_share
 from largebatch.tasks.task import Split, Task
+from largebatch.train.spread import Spread
+from largebatch.train.workers import Workers
 
 _CHUNK = 2048
 """Examples in one forward of an evaluation, at most; a task's max_microbatch may ask for fewer."""
@@ -23,41 +29,62 @@ def goal_indices(task: Task) -> Tensor:
     return torch.from_numpy(np.sort(chosen))
 
 
+def goal_batches(task: Task, workers: Workers) -> list[Any]:
+    """This worker's share of the goal examples, fetched once."""
+    own = goal_indices(task)[list(eval_share(len(goal_indices(task)), workers.rank, workers.world_size))]
+    return [to_device(batch, workers.device) for batch in _batches(task, task.train, own)]
+
+
+def mean_loss(task: Task, spread: Spread, batches: list[Any], workers: Workers) -> float:
+    """Mean loss per unit over the workers' `batches`, in evaluation mode; draws no random number."""
+    loss, count = _sums(task, spread, iter(batches), workers, task.loss)
+    return loss / count
+
+
+def held_out(task: Task, spread: Spread, workers: Workers) -> tuple[float, float]:
+    """(error, loss) per unit on the held-out split, in evaluation mode; every example counts once."""
+    own = torch.tensor(list(eval_share(len(task.held_out), workers.rank, workers.world_size)), dtype=torch.int64)
+    batches = (to_device(batch, workers.device) for batch in _batches(task, task.held_out, own))
+    errors, loss, count = _sums(task, spread, batches, workers, task.errors, task.loss)
+    return errors / count, loss / count
+
+
+@torch.no_grad()
+def _sums(
+    task: Task, spread: Spread, batches: Iterator[Any], workers: Workers, *measures: Callable[[nn.Module, Any], Tensor]
+) -> tuple[float, ...]:
+    """Each measure's sum over all workers' batches, and last how many units that was."""
+    spread.settle()
+    model = spread.core
+    totals, count = [0.0] * len(measures), 0
+    model.eval()
+    for batch, counts in _in_step(task, batches, workers) if spread.is_sharded else ((each, 1) for each in batches):
+        arranged = spread.arrange(batch)
+        with spread.autocast():
+            values = [float(measure(model, arranged)) for measure in measures]
+        totals = [total + counts * value for total, value in zip(totals, values, strict=True)]
+        count += counts * task.count(batch)
+    model.train()
+    return workers.sums(*totals, count)
+
+
+def _in_step(task: Task, batches: Iterator[Any], workers: Workers) -> Iterator[tuple[Any, int]]:
+    """Each batch with 1, then some batch with 0 until all workers are done: a sharded forward needs them all."""
+    spare = None
+    while True:
+        batch = next(batches, None)
+        if not any(workers.sums(float(batch is not None))):
+            return
+        if batch is None and spare is None:
+            spare = to_device(task.held_out.fetch(torch.tensor([0])), workers.device)
+        yield (spare, 0) if batch is None else (batch, 1)
+        spare = spare if batch is None else batch
+
+
 def _batches(task: Task, split: Split, chosen: Tensor) -> Iterator[Any]:
     chunk = min(_CHUNK, task.max_microbatch)
     for start in range(0, len(chosen), chunk):
         yield split.fetch(chosen[start : start + chunk])
-
-
-@torch.no_grad()
-def mean_loss(task: Task, model: nn.Module, batches: list[Any]) -> float:
-    """Mean loss per unit over `batches`, in evaluation mode; draws no random number."""
-    total, count = 0.0, 0
-    model.eval()
-    for batch in batches:
-        total += float(task.loss(model, batch))
-        count += task.count(batch)
-    model.train()
-    return total / count
-
-
-@torch.no_grad()
-def held_out(task: Task, model: nn.Module, device: torch.device) -> tuple[float, float]:
-    """(error, loss) per unit on the held-out split, in evaluation mode; every example counts once."""
-    errors, loss, count = 0.0, 0.0, 0
-    model.eval()
-    for batch in _batches(task, task.held_out, torch.arange(len(task.held_out))):
-        moved = to_device(batch, device)
-        errors += float(task.errors(model, moved))
-        loss += float(task.loss(model, moved))
-        count += task.count(moved)
-    model.train()
-    return errors / count, loss / count
-
-
-def goal_batches(task: Task, device: torch.device) -> list[Any]:
-    """The goal examples, fetched once."""
-    return [to_device(batch, device) for batch in _batches(task, task.train, goal_indices(task))]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -1,53 +1,44 @@
-"""How is a task trained? The one loop: microbatches, backward, measure, step, record.
+"""How is a task trained? The one loop: microbatches, backward, measure, step, record; on one worker or on many.
 
-Every run is a pure function of (task, spec): killed and resumed from any checkpoint it ends in the same bits.
+Every run is a pure function of (task, spec): killed and resumed from any checkpoint it ends in the same bits. Workers
+deal out the same batches, whatever their number; worker 0 alone writes records.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from largebatch.errors import CheckpointError, ConfigError, RecordError
-from largebatch.noise.moments import StepMoments
+from largebatch.errors import ConfigError, RecordError
 from largebatch.noise.monitor import NoiseScaleMonitor
-from largebatch.recipe.loss import normalise
 from largebatch.recipe.optimizer import build_optimizer
-from largebatch.recipe.sampler import ShuffledStream, draws
-from largebatch.records.files import JsonLines, read_json, write_json
+from largebatch.recipe.sampler import rank_slice
+from largebatch.records.files import read_json, write_json
 from largebatch.records.schema import RunRecord, RunSpec
 from largebatch.tasks.task import Task
-from largebatch.train.checkpoint import delete_checkpoints, load_checkpoint, save_checkpoint
-from largebatch.train.evaluate import crossing, goal_batches, held_out, mean_loss, to_device
-
-EVALUATION_RATIO = 1.02
-"""Goals are evaluated at least every 2 % of the steps taken so far (and at every step before the 50th)."""
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """Where a run stands; all of it goes into the checkpoint."""
-
-    step: int = 0
-    units: int = 0
-    next_evaluation: int = 0
-    last_evaluation: tuple[int, float] | None = None
-    crossings: list[float | None] = field(default_factory=list[float | None])
-    epochs: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
-    epoch_loss: float = 0.0
-    epoch_units: int = 0
+from largebatch.train.checkpoint import Checkpoints, save_weights
+from largebatch.train.evaluate import goal_batches, held_out, mean_loss
+from largebatch.train.feed import Feed
+from largebatch.train.progress import Progress, StepCallback
+from largebatch.train.run_lines import MeasuredRows, RunLines
+from largebatch.train.spread import Execution, Spread
+from largebatch.train.step import Stepper, StepTaken
+from largebatch.train.workers import Workers, reporting_loss
 
 
-StepCallback = Callable[[Progress, float, NoiseScaleMonitor | None], None]
-"""Called after every step with the progress, the step's mean loss and the monitor."""
+class StoppedError(BaseException):
+    """The run was asked to stop: its checkpoint stands, and the same call goes on from it.
+
+    No error, so that no `except Exception` on the way takes it for one.
+    """
 
 
 class Run:
@@ -56,10 +47,15 @@ class Run:
     Args:
         task: what is trained.
         spec: how; the run is a pure function of both.
-        folder: holds `steps.jsonl`, `evaluations.jsonl`, the checkpoint and, at the end, `run.json`.
-        device: where the model lives.
+        folder: holds `steps.jsonl`, `evaluations.jsonl`, the checkpoints and, at the end, `run.json`.
+        device: where the model lives, where `workers` is not given.
+        workers: this worker's place among all; every worker makes the same Run.
+        execution: DDP or FSDP2, precision, memory format.
+        loaders: processes that fetch ahead for each worker; None is the task's own number.
+        monitor_every: at which steps the noise scale is measured, as `every` of NoiseScaleMonitor.
         checkpoint_seconds: wall time between checkpoints; it changes no number of the run.
-        on_step: see StepCallback.
+        on_step: see StepCallback; on worker 0 only.
+        wants_stop: asked on every worker before each step; where one says yes, all save and stop.
         keep_model: write the final weights to `model.pt`.
     """
 
@@ -70,8 +66,13 @@ class Run:
         folder: Path,
         *,
         device: str = "cpu",
+        workers: Workers | None = None,
+        execution: Execution | None = None,
+        loaders: int | None = None,
+        monitor_every: int | Literal["auto"] = 1,
         checkpoint_seconds: float = 20.0,
         on_step: StepCallback | None = None,
+        wants_stop: Callable[[], bool] = lambda: False,
         keep_model: bool = False,
     ) -> None:
         if spec.batch > len(task.train):
@@ -79,13 +80,19 @@ class Run:
                 f"batch {spec.batch} is larger than the training data of task {task.name!r} "
                 f"({len(task.train)} {task.unit}). Use a batch of at most {len(task.train)}."
             )
+        self.workers = workers or Workers(device=torch.device(device))
+        _, local_batch = rank_slice(0, spec.batch, self.workers.rank, self.workers.world_size)
         self.task, self.spec, self.folder = task, spec, folder
-        self.device = torch.device(device)
-        self.on_step, self.keep_model = on_step, keep_model
+        self.execution = execution or Execution()
+        self.loaders = task.loaders if loaders is None else loaders
+        self.on_step, self.wants_stop, self.keep_model = on_step, wants_stop, keep_model
+        self.monitor_every: int | Literal["auto"] = monitor_every
         self.checkpoint_seconds = checkpoint_seconds
-        self.checkpoint_path = folder / "checkpoint.pt"
         self.progress = Progress(crossings=[None] * len(spec.goals))
-        self.stream = ShuffledStream(len(task.train), spec.seed)
+        self.microbatch = min(local_batch, spec.microbatch or task.max_microbatch)
+        self.skipped: dict[str, int] = {}
+        """Examples that could not be read, with how often each was left out, before the last resume."""
+        self._started = time.perf_counter()
         self._resolved = resolved = task.recipe.resolve(spec.batch, len(task.train), lr=spec.lr, rule="given")
         self._num_lines = {"steps": 0, "evaluations": 0}
         self.schedule: Callable[[int], float] = (
@@ -93,15 +100,18 @@ class Run:
         )
 
     def run(self) -> RunRecord:
-        """Train to the end, or return what an earlier call finished. Raises LargebatchError."""
+        """Train to the end, or return what an earlier call finished.
+
+        Raises:
+            StoppedError: `wants_stop` said so; the same call goes on from there.
+            LargebatchError: whatever ends it otherwise.
+        """
         done = self.folder / "run.json"
-        if done.exists():
-            record = RunRecord.from_json(read_json(done))
-            if record.spec != self.spec:
-                raise RecordError(f"{done} belongs to another run ({record.spec.key}). Choose another --out.")
+        if (record := self.workers.agree(lambda: self._finished(done))) is not None:
             return record
-        self._started = time.perf_counter()
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        cuda = self.workers.device.type == "cuda"
+        lost = reporting_loss() if self.workers.group is not None else contextlib.nullcontext()
+        with torch.random.fork_rng(devices=[self.workers.device] if cuda else []), lost:
             status, goal_loss = self._train()
         progress = self.progress
         record = RunRecord(
@@ -109,206 +119,212 @@ class Run:
             crossings=tuple(progress.crossings), epochs=tuple(progress.epochs), goal_loss=goal_loss,
             num_step_lines=self._num_lines["steps"], num_evaluation_lines=self._num_lines["evaluations"],
         )  # fmt: skip
-        write_json(self.folder / "timing.json", {"seconds": self._elapsed(), "steps": progress.step})
-        write_json(done, asdict(record))
-        delete_checkpoints(self.checkpoint_path)
+        self.workers.agree(lambda: self._finish(done, record))
+        self._checkpoints.delete()
         return record
+
+    def _finished(self, done: Path) -> RunRecord | None:
+        if not done.exists():
+            return None
+        record = RunRecord.from_json(read_json(done))
+        if record.spec != self.spec:
+            raise RecordError(f"{done} belongs to another run ({record.spec.key}). Choose another --out.")
+        return record
+
+    def _finish(self, done: Path, record: RunRecord) -> None:
+        seconds, step = self._elapsed(), self.progress.step
+        write_json(
+            self.folder / "timing.json", {"seconds": seconds, "steps": step, "num_workers": self.workers.world_size}
+        )
+        if self.skipped:
+            write_json(self.folder / "skipped.json", self.skipped)
+        write_json(done, asdict(record))
 
     def _elapsed(self) -> float:
         """Wall seconds of this run, the sessions before a resume included."""
         return time.perf_counter() - self._started
 
     def _train(self) -> tuple[str, float | None]:
-        task, spec, progress = self.task, self.spec, self.progress
+        task, spec, progress, workers = self.task, self.spec, self.progress, self.workers
         torch.manual_seed(spec.seed)
-        model = task.model().to(self.device)
+        model = workers.all_or_none(task.model)
         model.train()
-        optimizer = build_optimizer(model, self._resolved)
-        microbatch = spec.microbatch or min(spec.batch, task.max_microbatch)
-        monitor = None
-        if spec.monitor:
-            monitor = NoiseScaleMonitor(
-                model, microbatch=microbatch, unit=task.unit, every=1, dataset_size=len(task.train)
-            )
-        state = load_checkpoint(self.checkpoint_path, str(self.device))
-        if state is not None:
-            self._restore(state, model, optimizer, monitor)
-        goals = goal_batches(task, self.device) if spec.goals or spec.trace_loss else []
-        written: dict[str, int] = state["lines"] if state is not None else {}
-        step_lines = JsonLines(self.folder / "steps.jsonl", keep=written.get("steps", 0))
-        evaluation_lines = JsonLines(self.folder / "evaluations.jsonl", keep=written.get("evaluations", 0))
-        if (step_lines.count, evaluation_lines.count) != (written.get("steps", 0), written.get("evaluations", 0)):
-            raise CheckpointError(f"{self.checkpoint_path} counts on lines that {self.folder} has lost.")
-        last_saved = time.monotonic()
-        try:
-            while True:
-                if goals and progress.step >= progress.next_evaluation:
-                    loss = mean_loss(task, model, goals)
-                    evaluation_lines.append({"step": progress.step, "units": progress.units, "goal_loss": loss})
-                    if status := self._judge(loss):
-                        break
-                if progress.step >= spec.max_steps:
-                    status = "exhausted"
-                    break
-                loss, moments = self._step(model, optimizer, monitor, microbatch)
-                if moments is not None:
-                    step_lines.append(self._step_record(loss, moments))
-                if self._end_epoch(model, loss, evaluation_lines):
-                    status = "diverged"
-                    break
-                if self.on_step is not None:
-                    self.on_step(progress, float(loss) / spec.batch, monitor)
-                if time.monotonic() - last_saved >= self.checkpoint_seconds:
-                    step_lines.sync()
-                    evaluation_lines.sync()
-                    lines = {"steps": step_lines.count, "evaluations": evaluation_lines.count}
-                    save_checkpoint(self.checkpoint_path, {**self._state(model, optimizer, monitor), "lines": lines})
-                    last_saved = time.monotonic()
-        finally:
-            self._num_lines = {"steps": step_lines.count, "evaluations": evaluation_lines.count}
-            step_lines.close()
-            evaluation_lines.close()
-            if monitor is not None:
-                monitor.close()
-        if self.keep_model:
-            save_checkpoint(self.folder / "model.pt", {"task": task.name, "model": model.state_dict()})
+        self._spread = spread = workers.all_or_none(lambda: Spread(model, workers, self.execution))
+        self._rows = MeasuredRows()
+        with contextlib.ExitStack() as stack:
+            self._monitor = None
+            if spec.monitor:
+                self._monitor = stack.enter_context(workers.all_or_none(lambda: self._watch(spread.model)))
+            self._checkpoints = Checkpoints(self.folder, group=workers.group)
+            self._last_saved = time.monotonic()
+            with workers.alike():
+                written = self._restore()
+            self._lines = workers.all_or_none(lambda: RunLines(self.folder, written, writes=workers.is_first))
+            stack.callback(self._lines.close)
+            self._feed = workers.all_or_none(
+                lambda: Feed(
+                    task, seed=spec.seed, batch=spec.batch, microbatch=self.microbatch, start=progress.units,
+                    device=workers.device, rank=workers.rank, world_size=workers.world_size, loaders=self.loaders,
+                )
+            )  # fmt: skip
+            stack.callback(self._feed.close)
+            self._stepper = Stepper(
+                task=task, spec=spec, workers=workers, spread=spread, optimizer=self._optimizer,
+                schedule=self.schedule, feed=self._feed, microbatch=self.microbatch, monitor=self._monitor,
+            )  # fmt: skip
+            status = self._take_steps()
+            if self._monitor is not None:
+                self._monitor.close()
+                self._lines.steps(self._rows.take())
+            self._num_lines |= self._lines.counts()
+            if self.keep_model:
+                weights = self._whole_weights()
+                workers.agree(lambda: save_weights(self.folder / "model.pt", task.name, weights))
+            self._gather_skipped()
         return status, progress.last_evaluation[1] if progress.last_evaluation else None
 
-    def _step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, monitor: NoiseScaleMonitor | None, microbatch: int
-    ) -> tuple[Tensor, StepMoments | None]:
-        """One optimizer step; returns the detached sum of the losses and the step's moments."""
-        task, spec, progress = self.task, self.spec, self.progress
-        lr = self.schedule(progress.step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        indices = self.stream.indices(progress.units, spec.batch)
-        optimizer.zero_grad(set_to_none=True)
-        batches = self._microbatches(indices, microbatch)
-        counts = [task.count(batch) for batch in batches]
-        # Goyal 2017, remark 3: every loss is divided by the step's total, never by its own share.
-        total = sum(counts)
-        if total != spec.batch:
-            raise ConfigError(
-                f"task {task.name!r} counts {total} {task.unit} in a batch of {spec.batch} rows. Runs and studies need "
-                "one unit a row at this version: count rows (unit 'sequences', say), and scale the loss to match."
-            )
-        loss_sum = torch.zeros((), device=self.device)
-        for batch, count in zip(batches, counts, strict=True):
-            loss = task.loss(model, batch)
-            if monitor is None:
-                normalise(loss, total).backward()
-            else:
-                with monitor.microbatch(units=count):
-                    normalise(loss, total).backward()
-            loss_sum += loss.detach()
-        moments = monitor.step() if monitor is not None else None
-        optimizer.step()
-        progress.step += 1
-        progress.units += spec.batch
-        return loss_sum, moments
+    def _watch(self, model: nn.Module) -> NoiseScaleMonitor:
+        return NoiseScaleMonitor(
+            model, microbatch=self.microbatch, unit=self.task.unit, every=self.monitor_every,
+            dataset_size=len(self.task.train), on_measured=self._rows.found,
+        )  # fmt: skip
 
-    def _microbatches(self, indices: np.ndarray, microbatch: int) -> list[Any]:
-        task = self.task
-        batches: list[Any] = []
-        for start in range(0, len(indices), microbatch):
-            part = indices[start : start + microbatch]
-            batch = to_device(task.train.fetch(torch.from_numpy(part)), self.device)
-            if task.augment is not None:
-                epochs = (self.progress.units + start + np.arange(len(part))) // len(task.train)
-                random = draws(self.spec.seed, epochs, part)
-                batch = task.augment(batch, torch.from_numpy(random).to(self.device, torch.float32))
-            batches.append(batch)
-        return batches
+    def _take_steps(self) -> str:
+        """Step until the run is over; return its status."""
+        task, spec, progress, workers = self.task, self.spec, self.progress, self.workers
+        goals: list[Any] | None = None
+        if spec.goals or spec.trace_loss:
+            goals = workers.all_or_none(lambda: goal_batches(task, workers))
+        while True:
+            if goals is not None and progress.step >= progress.next_evaluation:
+                loss = mean_loss(task, self._spread, goals, workers)
+                self._lines.evaluation({"step": progress.step, "units": progress.units, "goal_loss": loss})
+                if status := progress.judge(spec, loss):
+                    return status
+            if progress.step >= spec.max_steps:
+                return "exhausted"
+            measuring = self._monitor is not None and self._monitor.measuring
+            is_due = workers.is_first and time.monotonic() - self._last_saved >= self.checkpoint_seconds
+            taken = self._stepper.take(progress.step, progress.units, self.wants_stop(), is_due)
+            progress.step += 1
+            progress.units += spec.batch
+            if measuring and workers.is_first:
+                lr, loss = self.schedule(progress.step - 1), float(taken.loss_sum) / taken.count
+                self._rows.note(progress.step, {"units": progress.units, "lr": lr, "loss": loss})
+                self._lines.steps(self._rows.take())
+            if self._end_epoch(taken):
+                return "diverged"
+            if self.on_step is not None and workers.is_first:
+                self.on_step(progress, float(taken.loss_sum) / taken.count, self._monitor)
+            wants_stop, is_due = taken.asked
+            if wants_stop or is_due:
+                self._save()
+            if wants_stop:
+                with workers.alike():
+                    self._checkpoints.wait()
+                raise StoppedError(f"stopped after step {progress.step} of {spec.max_steps}; its checkpoint stands.")
 
-    def _judge(self, loss: float) -> str | None:
-        """Record crossings at this evaluation; return a status when the run is over."""
-        spec, progress = self.spec, self.progress
-        step = progress.step
-        if not math.isfinite(loss):
-            return "diverged"
-        for index, goal in enumerate(spec.goals):
-            if progress.crossings[index] is None and loss <= goal:
-                before = progress.last_evaluation
-                progress.crossings[index] = crossing(before, (step, loss), goal) if before else float(step)
-        progress.last_evaluation = (step, loss)
-        progress.next_evaluation = max(step + 1, math.floor(step * EVALUATION_RATIO))
-        if progress.crossings and all(found is not None for found in progress.crossings):
-            return "reached"
-        if spec.stop_after and all(
-            found is not None or step >= bound for found, bound in zip(progress.crossings, spec.stop_after, strict=True)
-        ):
-            return "stopped"
-        return None
-
-    def _end_epoch(self, model: nn.Module, loss: Tensor, lines: JsonLines) -> bool:
-        """At an epoch's end evaluate on held-out data; return True when training has diverged."""
+    def _end_epoch(self, taken: StepTaken) -> bool:
+        """At an epoch's end evaluate on held-out data; return True when training has diverged, on all workers alike."""
         spec, progress = self.spec, self.progress
         if not spec.evaluate_epochs:
             return False
-        progress.epoch_loss += float(loss)
-        progress.epoch_units += spec.batch
+        loss = float(taken.loss_sum)
+        if not math.isfinite(loss):
+            return True
+        progress.epoch_loss += loss
+        progress.epoch_units += taken.count
         epoch = progress.units // len(self.task.train)
         last = progress.step == spec.max_steps
         if not last and epoch <= (progress.epochs[-1]["epoch"] if progress.epochs else 0):
             return False
-        error, held_out_loss = held_out(self.task, model, self.device)
+        error, held_out_loss = held_out(self.task, self._spread, self.workers)
         epoch = len(progress.epochs) + 1 if last else epoch
         train_loss = progress.epoch_loss / progress.epoch_units
         row = {"epoch": float(epoch), "train_loss": train_loss, "error": error, "held_out_loss": held_out_loss}
-        if not (math.isfinite(train_loss) and math.isfinite(held_out_loss)):
+        if not math.isfinite(held_out_loss):
             return True
         progress.epochs.append(row)
         progress.epoch_loss, progress.epoch_units = 0.0, 0
-        lines.append({"step": progress.step, "units": progress.units, **row})
+        self._lines.evaluation({"step": progress.step, "units": progress.units, **row})
         return False
 
-    def _step_record(self, loss: Tensor, moments: StepMoments) -> dict[str, Any]:
-        progress = self.progress
-        return {
-            "step": progress.step,
-            "units": progress.units,
-            "lr": self.schedule(progress.step - 1),
-            "loss": float(loss) / self.spec.batch,
-            **asdict(moments),
-        }
-
-    def _state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, monitor: NoiseScaleMonitor | None
-    ) -> dict[str, Any]:
-        cuda = self.device.type == "cuda"
-        return {
+    def _save(self) -> None:
+        """Begin to write a checkpoint; none where a weight is not finite any more, so that the last is a good one."""
+        self._last_saved = time.monotonic()
+        bad = sum(int(not torch.isfinite(_own(weights)).all()) for weights in self._spread.core.parameters())
+        if any(self.workers.sums(bad)):
+            return
+        self._gather_skipped()
+        monitor = self._monitor.state_dict() if self._monitor is not None else None
+        self._lines.steps(self._rows.take())
+        self._lines.sync()
+        facts = {
             "key": self.spec.key,
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "monitor": monitor.state_dict() if monitor else None,
-            "progress": asdict(self.progress),
-            "rng": torch.get_rng_state(),
+            "progress": self.progress.saved(),
+            "lines": self._lines.counts(),
+            "monitor": monitor,
             "seconds": self._elapsed(),
-            "cuda_rng": torch.cuda.get_rng_state(self.device) if cuda else None,
+            "skipped": self.skipped,
         }
+        with self.workers.alike():
+            self._checkpoints.save(self.progress.step, self._state(), facts)
 
-    def _restore(
-        self, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer,
-        monitor: NoiseScaleMonitor | None,
-    ) -> None:  # fmt: skip
-        if state["key"] != self.spec.key:
+    def _state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self._spread.core, self._optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def _restore(self) -> dict[str, int]:
+        """Make the optimizer, and stand where the newest checkpoint stood; returns the lines written until then."""
+        self._optimizer = build_optimizer(self._spread.core, self._resolved)
+        if not self.workers.agree(self._may_go_on):
+            return {}
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self._state()
+        facts = self._checkpoints.load(state)
+        if facts is None:  # killed within the first save; asking for the state has made some in the optimizer
+            self._optimizer = build_optimizer(self._spread.core, self._resolved)
+            return {}
+        if facts["key"] != self.spec.key:
             raise RecordError(
-                f"{self.checkpoint_path} belongs to another run ({state['key']}, not {self.spec.key}). "
+                f"{self.folder} belongs to another run ({facts['key']}, not {self.spec.key}). "
                 "Choose another --out, or delete it."
             )
-        self._started -= state["seconds"]
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        if monitor is not None:
-            monitor.load_state_dict(state["monitor"])
-        self.progress.__dict__.update(state["progress"])
-        if self.progress.last_evaluation is not None:
-            step, loss = self.progress.last_evaluation
-            self.progress.last_evaluation = (step, loss)
-        torch.set_rng_state(state["rng"].cpu())
-        if state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"].cpu(), self.device)
+        self._started -= facts["seconds"]
+        set_state_dict(
+            self._spread.core, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        if self._monitor is not None:
+            self._monitor.load_state_dict(facts["monitor"])
+        self.progress.restore(facts["progress"])
+        self.skipped = facts["skipped"]
+        return facts["lines"]
+
+    def _may_go_on(self) -> bool:
+        return any(self.folder.glob("checkpoint*"))
+
+    def _whole_weights(self) -> dict[str, Tensor]:
+        """The final weights, on the host, gathered where they are sharded; every worker calls it."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        sharded = self._spread.is_sharded
+        options = StateDictOptions(full_state_dict=sharded, cpu_offload=sharded)
+        found = get_model_state_dict(self._spread.core, options=options)
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def _gather_skipped(self) -> None:
+        """Add what all workers had to leave out since the last time."""
+        since, self._feed.skipped = self._feed.skipped, {}
+        for found in self.workers.gather(since):
+            for name, count in found.items():
+                self.skipped[name] = self.skipped.get(name, 0) + count
+
+
+def _own(weights: Tensor) -> Tensor:
+    return weights.to_local() if hasattr(weights, "to_local") else weights  # pyright: ignore
 
 
 def train(task: Task, spec: RunSpec, folder: Path, **options: Any) -> RunRecord:
