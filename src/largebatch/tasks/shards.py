@@ -136,7 +136,11 @@ class _Files:
             self.process, self._systems = os.getpid(), {}
         return self
 
-    def read(self, url: str, start: int | None = None, end: int | None = None) -> bytes:
+    def read(self, url: str, start: int = 0, end: int | None = None) -> bytes:
+        if "://" not in url:  # half the time that fsspec takes
+            with open(url, "rb", buffering=0) as file:
+                file.seek(start)
+                return file.read(-1 if end is None else end - start)
         return self._system(url).cat_file(url, start=start, end=end)
 
     def size(self, url: str) -> int:
