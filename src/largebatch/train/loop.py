@@ -56,7 +56,7 @@ class Run:
         checkpoint_seconds: wall time between checkpoints; it changes no number of the run.
         on_step: see StepCallback; on worker 0 only.
         wants_stop: asked on every worker before each step; where one says yes, all save and stop.
-        keep_model: write the final weights to `model.pt`.
+        keep_model: write the final weights to `model.pt`; where training diverged, leave the last good checkpoint.
     """
 
     def __init__(
@@ -120,7 +120,11 @@ class Run:
             num_step_lines=self._num_lines["steps"], num_evaluation_lines=self._num_lines["evaluations"],
         )  # fmt: skip
         self.workers.agree(lambda: self._finish(done, record))
-        self._checkpoints.delete()
+        with self.workers.alike():
+            if status == "diverged" and self.keep_model:
+                self._checkpoints.wait()  # the last good one stands
+            else:
+                self._checkpoints.delete()
         return record
 
     def _finished(self, done: Path) -> RunRecord | None:
@@ -177,7 +181,7 @@ class Run:
                 self._monitor.close()
                 self._lines.steps(self._rows.take())
             self._num_lines |= self._lines.counts()
-            if self.keep_model:
+            if self.keep_model and status != "diverged":
                 weights = self._whole_weights()
                 workers.agree(lambda: save_weights(self.folder / "model.pt", task.name, weights))
             self._gather_skipped()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -72,10 +73,12 @@ class Spread:
             from torch.nn.parallel import DistributedDataParallel
 
             # Running statistics stay each worker's own in training; those of worker 0 are the model's (`settle`).
-            self.model = DistributedDataParallel(
-                core, broadcast_buffers=False, gradient_as_bucket_view=True,
-                device_ids=[workers.device] if workers.device.type == "cuda" else None,
-            )  # fmt: skip
+            names = inspect.signature(DistributedDataParallel).parameters
+            kept = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # since 2.14
+            options: dict[str, Any] = {kept: False, "gradient_as_bucket_view": True}
+            if workers.device.type == "cuda":
+                options["device_ids"] = [workers.device]
+            self.model = DistributedDataParallel(core, **options)
         self.averaged_over = 1 if workers.group is None else StepLoss(self.model).averaged_over
 
     @property
