@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -301,67 +300,6 @@ def load_weights(path: Path, map_location: str = "cpu") -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be used: {error}. Train again, or take another file.") from error
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write `state` (tensors, numbers, text and containers of them) to `path`, keeping the previous file.
-
-    Args:
-        path: the checkpoint file; `path` + ".previous" holds the one before.
-        state: anything `torch.load(weights_only=True)` can read back.
-
-    Raises:
-        StorageError: the disk refused; both earlier files are unchanged.
-    """
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    payload = buffer.getvalue()
-    fresh = path.with_name(path.name + ".fresh")
-    write_atomic(fresh, lambda file: file.write(MAGIC + hashlib.sha256(payload).digest() + payload))
-    try:
-        if path.exists():
-            path.replace(previous_of(path))
-        fresh.replace(path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise storage_error(path, error) from error
-
-
-def load_checkpoint(path: Path, map_location: str = "cpu") -> dict[str, Any] | None:
-    """Return the newest checkpoint that is whole, or None when there never was one.
-
-    A damaged one is reported by a warning that names it, and the one before it is used.
-
-    Raises:
-        CheckpointError: there are checkpoint files, and none of them is whole.
-    """
-    # A kill between the two renames leaves the newest state under ".fresh".
-    candidates = [path.with_name(path.name + ".fresh"), path, previous_of(path)]
-    damaged: list[str] = []
-    for candidate in candidates:
-        if not candidate.exists():
-            continue
-        try:
-            return _read(candidate, map_location)
-        except (OSError, CheckpointError) as error:
-            damaged.append(f"{candidate} ({error})")
-            logger.warning("checkpoint %s is damaged (%s); looking for the one before it", candidate, error)
-    if damaged:
-        raise CheckpointError(
-            f"no checkpoint is whole: {'; '.join(damaged)}. Delete these files to start the run from its beginning."
-        )
-    return None
-
-
-def previous_of(path: Path) -> Path:
-    """Where the checkpoint before `path` is kept."""
-    return path.with_name(path.name + ".previous")
-
-
-def delete_checkpoints(path: Path) -> None:
-    """Remove the checkpoint and the one before it, once the run has ended."""
-    for file in (path.with_name(path.name + ".fresh"), path, previous_of(path)):
-        file.unlink(missing_ok=True)
-
-
 def _read(path: Path, map_location: str) -> dict[str, Any]:
     data = path.read_bytes()
     start = len(MAGIC) + _DIGEST_BYTES
@@ -371,11 +309,3 @@ def _read(path: Path, map_location: str) -> dict[str, Any]:
     if hashlib.sha256(payload).digest() != data[len(MAGIC) : start]:
         raise CheckpointError("its checksum does not match its content")
     return torch.load(io.BytesIO(payload), map_location=map_location, weights_only=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
