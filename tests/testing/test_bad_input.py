@@ -13,6 +13,7 @@ from torch import nn
 
 from largebatch.errors import ConfigError
 from largebatch.testing.deal import microbatches, num_examples, share_of, share_sizes
+from largebatch.testing.equivalence import check_parallel_equivalence
 from testing.setups import check, examples, plain_net, setup, sgd
 
 
@@ -101,3 +102,12 @@ def test_a_setup_that_cannot_be_used_is_refused_in_a_sentence(make: Any, words: 
     with pytest.raises(ConfigError) as error:
         check(make, examples(), (1, 2))
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"world_sizes": 2}, {"world_sizes": None}, {"tolerance": "a"}, {"timeout": "a"}, {"timeout": None}]
+)
+def test_an_argument_of_another_type_is_refused_before_a_worker_starts(bad):
+    given = {"world_sizes": (1, 2)} | bad
+    with pytest.raises(ConfigError, match="; got "):
+        check_parallel_equivalence(lambda rank, world_size: None, torch.zeros(8, 3), **given)

@@ -199,7 +199,9 @@ def _check(name: str, value: Any, *, whole: bool) -> None:
         return
     if whole and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ConfigError(f"{name} is a whole number of at least 1; got {value!r}.")
-    if not whole and (not isinstance(value, int | float) or not (value > 0 and math.isfinite(value))):
+    if whole:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"{name} is a finite number above 0; got {value!r}.")
 
 

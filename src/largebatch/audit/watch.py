@@ -228,7 +228,8 @@ def watch(
     Args:
         model: the model in training.
         optimizer: whose steps are counted; None is any that has a parameter of the model.
-        dataloader: the one of the training; without it only the order of a DistributedSampler is seen.
+        dataloader: the one of the training; without it, or if it has no sampler (a generator), only the order of a
+            DistributedSampler is seen.
         scheduler: whose steps are counted; None is any that belongs to that optimizer.
         accumulation: microbatches that a worker's optimizer step is meant to have, >= 1.
         group: the workers of the job; None is the group of a DistributedDataParallel model, or all workers.
@@ -253,6 +254,7 @@ def watch(
     Source: Goyal 2017, sec. 3: remarks 3 and 4, and what its subtleties look like in PyTorch loops.
     """
     _check(model, optimizer, accumulation)
+    _check_rest(dataloader, scheduler, group, monitor, on_finding)
     if _open:
         raise ConfigError("another watch is open: two would see each other's hooks. End the first one before.")
     watched = Watched(
@@ -273,10 +275,27 @@ def watch(
 def _check(model: Any, optimizer: Any, accumulation: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a torch.nn.Module; got {type(model).__name__}.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError("model is on the meta device, where gradients have no values: watch it after to_empty(...).")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is a torch.optim.Optimizer or None; got {type(optimizer).__name__}.")
     if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
         raise ConfigError(f"accumulation is a whole number of microbatches, at least 1; got {accumulation!r}.")
+
+
+def _check_rest(dataloader: Any, scheduler: Any, group: Any, monitor: Any, on_finding: Any) -> None:
+    iterates = hasattr(dataloader, "__iter__") and not isinstance(dataloader, str)
+    inner = _unwrapped(scheduler, "scheduler")
+    steps = callable(getattr(inner, "step", None)) and not isinstance(inner, torch.optim.Optimizer)
+    for name, value, is_right, what in (
+        ("dataloader", dataloader, iterates, "gives batches"),
+        ("scheduler", scheduler, steps, "has a step()"),
+        ("group", group, isinstance(group, dist.ProcessGroup), "is a torch.distributed.ProcessGroup"),
+        ("monitor", monitor, isinstance(monitor, NoiseScaleMonitor), "is a NoiseScaleMonitor"),
+        ("on_finding", on_finding, callable(on_finding), "is a function of a Finding"),
+    ):
+        if value is not None and not is_right:
+            raise ConfigError(f"{name} {what}, or is None; got {value!r}.")
 
 
 def _unwrapped(thing: Any, name: str) -> Any:

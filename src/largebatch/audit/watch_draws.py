@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import index
 from typing import Any
 
@@ -192,7 +193,7 @@ def _length(data: Any) -> int | None:
 def _signature(data: Any) -> str:
     """What differs between two parts of one data set; nothing is fetched, since that may draw random numbers."""
     if isinstance(data, Subset):
-        return f"{list(data.indices)[:64]} of {_signature(data.dataset)}"
+        return f"{list(islice(data.indices, 64))} of {_signature(data.dataset)}"
     if isinstance(data, TensorDataset):
         return str([tensor[:1].flatten()[:64].tolist() for tensor in data.tensors])
     return str(getattr(data, "_fingerprint", _length(data)))

@@ -226,7 +226,7 @@ class StepRecorder:
         # fully_shard holds what is not reduced yet in the parameters that it shows from a forward to its backward.
         shown = self._model.parameters() if self._sharded else ()
         held = (parameter.grad for parameter in (*self._parameters(), *shown))
-        return not any(bool(_local(grad).count_nonzero()) for grad in held if grad is not None and not grad.is_sparse)
+        return not any(bool(_local(grad).count_nonzero()) for grad in held if grad is not None)
 
     def _mark(self, marks: list[tuple[int, int]]) -> None:
         self._marks, self._norms = marks, self._find_norms()
@@ -234,7 +234,7 @@ class StepRecorder:
     def _find_norms(self) -> list[Tensor]:
         """The norms of the first few gradients: neither `.data` nor all scalers count versions up."""
         held = (parameter.grad for parameter in self._parameters())
-        grads = [grad for grad in held if grad is not None and not grad.is_sparse][:_LOOKED_AT]
+        grads = [grad for grad in held if grad is not None][:_LOOKED_AT]
         return [torch.linalg.vector_norm(_local(grad)) for grad in grads]
 
     def _look_for_changes(self) -> None:
@@ -260,5 +260,6 @@ class StepRecorder:
 
 
 def _local(grad: Tensor) -> Tensor:
-    """A gradient's part on this worker, without its graph; reading it asks no other worker."""
-    return getattr(grad, "_local_tensor", grad).detach()
+    """A gradient's part on this worker, without its graph; of a sparse one its values. It asks no other worker."""
+    own: Tensor = getattr(grad, "_local_tensor", grad).detach()
+    return own._values() if own.is_sparse else own

@@ -31,6 +31,10 @@ def deals_for_itself(batch: Any) -> bool:
     )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_arguments(
     make: Any,
     batch: Any,
@@ -54,6 +58,8 @@ def check_arguments(
         inspect.signature(make).bind(0, 1)
     except TypeError as error:
         raise ConfigError(f"make takes (rank, world_size); {error}.") from error
+    if not isinstance(world_sizes, Sequence):
+        raise ConfigError(f"world_sizes is a sequence of numbers of workers, as (1, 2, 4); got {world_sizes!r}.")
     sizes = list(dict.fromkeys(world_sizes))
     if not sizes or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
         raise ConfigError(f"world_sizes are whole numbers of workers of at least 1; got {world_sizes!r}.")
@@ -64,9 +70,9 @@ def check_arguments(
     for name, value in (("steps", steps), ("microbatch", microbatch)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{name} is a whole number of at least 1; got {value!r}.")
-    if tolerance is not None and not 0 < tolerance < 1:
+    if tolerance is not None and not (_is_number(tolerance) and 0 < tolerance < 1):
         raise ConfigError(f"tolerance is a relative difference in (0, 1); got {tolerance!r}.")
-    if not (timeout > 0 and math.isfinite(timeout)):
+    if not (_is_number(timeout) and timeout > 0 and math.isfinite(timeout)):
         raise ConfigError(f"timeout is a finite number of seconds above 0; got {timeout!r}.")
     if deals_for_itself(batch):
         if uneven:
