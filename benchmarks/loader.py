@@ -26,7 +26,7 @@ import sklearn.datasets
 import torch
 import torchvision
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from torchvision import transforms
 from torchvision.datasets import ImageFolder as ReferenceFolder
 
@@ -69,8 +69,9 @@ def reference(folder: Path, backend: str) -> Batches:
 
     @contextlib.contextmanager
     def batches() -> Iterator[Iterator[Any]]:
-        loader = DataLoader(data, batch_size=BATCH, shuffle=True, num_workers=LOADERS, drop_last=True)
-        yield (batch for _ in itertools.count() for batch in loader)
+        # One shuffle after the other without an end, so that no new processes are started while time is taken.
+        sampler = RandomSampler(data, num_samples=10**6)
+        yield iter(DataLoader(data, batch_size=BATCH, sampler=sampler, num_workers=LOADERS))
 
     return batches
 
