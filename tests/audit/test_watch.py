@@ -369,17 +369,6 @@ def test_all_is_put_back_after_an_exception_and_the_next_watch_works(error):
     assert everything_that_is_wrapped() == before
 
 
-def test_a_backward_that_fails_leaves_the_next_one_to_be_seen():
-    model = nn.Linear(2, 1)
-    with watch(model) as watched:
-        loss = model(torch.randn(3, 2)).mean()
-        loss.backward()
-        with pytest.raises(RuntimeError):
-            loss.backward()
-        model(torch.randn(3, 2)).mean().backward()
-    assert watched.num_backwards == 2
-
-
 def test_one_watch_at_a_time_and_only_of_a_model():
     loop = Loop()
     with loop.watched() as watched:

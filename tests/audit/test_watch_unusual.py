@@ -139,3 +139,14 @@ def test_a_warning_names_the_line_that_it_names_unwatched():
         given = given_by(True, step)
         assert given == given_by(False, step)
         assert any(filename == __file__ for _, filename, _ in given)
+
+
+def test_a_backward_that_fails_leaves_the_next_one_to_be_seen():
+    model = nn.Linear(2, 1)
+    with watch(model) as watched:
+        loss = model(torch.randn(3, 2)).mean()
+        loss.backward()
+        with pytest.raises(RuntimeError):
+            loss.backward()
+        model(torch.randn(3, 2)).mean().backward()
+    assert watched.num_backwards == 2
