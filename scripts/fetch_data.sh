@@ -87,7 +87,7 @@ fetch_photographs() {
 
 fetch_stamps() {
     local target=$data_dir/stamps python=${PYTHON:-python3} package unpacked=$work/unpacked-stamps
-    local files="annotations/instances_train2017.json annotations/instances_val2017.json"
+    local files="annotations/instances_train2017.json annotations/instances_val2017.json classes/train classes/val"
     # shellcheck disable=SC2086
     have "$target" $files && return
     "$python" -c 'import numpy, PIL, pycocotools' 2>/dev/null ||
