@@ -23,6 +23,7 @@ from torch import Tensor
 
 from largebatch.errors import CheckpointError
 from largebatch.records.files import storage_error, write_atomic
+from largebatch.train.workers import WorkerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class Checkpoints:
 
         Raises:
             StorageError: the disk refused it; the last good checkpoint is whole, and the half-written one is gone.
+            WorkerLostError: another worker ended in the middle of it; the last good checkpoint is whole.
         """
         if self._in_flight is None:
             return
@@ -263,15 +265,16 @@ def _misfits(ours: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]
 
 
 def _failure(place: Path, error: BaseException) -> Exception:
-    """One sentence for what torch raised on any worker, the same on all of them."""
-    for _, (cause, _) in sorted(getattr(error, "failures", {0: (error, None)}).items()):
-        if isinstance(cause, OSError):
-            return storage_error(place, cause)
+    """What torch raised while it saved, in one sentence that is the same on all workers."""
     said = " ".join(str(error).split())
-    return CheckpointError(
-        f"{place} was not saved: {said[-300:]} (a worker was lost?). The checkpoint before it is whole; run the same "
-        "command again to go on from it."
-    )
+    if not hasattr(error, "failures"):  # what the workers tell each other did not arrive
+        return WorkerLostError(
+            f"{place} was not saved, since another worker ended or cannot be reached ({said[:200]}). The checkpoint "
+            "before it is whole; run the same command again to go on from it."
+        )
+    causes: list[BaseException] = [cause for _, (cause, _) in sorted(error.failures.items())]  # pyright: ignore
+    refused = next((cause for cause in causes if isinstance(cause, OSError)), None)
+    return storage_error(place, refused) if refused else RuntimeError(f"{place} was not saved: {causes[0]!r}")
 
 
 MAGIC = b"largebatch checkpoint 1\n"

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -111,7 +112,10 @@ class Writer(FileSystemWriter):
         """Make the folder (rank 0), free of what killed saves have left."""
         for remains in self._place.parent.glob(".*.writing"):
             shutil.rmtree(remains)
+        is_first = not self._place.parent.exists()
         self._folder.mkdir(parents=True)
+        if is_first:
+            _sync_folder(self._place.parent.parent)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
@@ -191,10 +195,16 @@ def saved_shapes(place: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tensors(tensors: dict[str, Tensor], place: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Fill `tensors` in place, each worker its parts, whatever parts they were written in."""
+    """Fill `tensors` in place, each worker its parts, whatever parts they were written in. Raises CheckpointError."""
     _expect_one_process()
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    load(dict(tensors), storage_reader=Reader(place), planner=planner, process_group=group, no_dist=group is None)
+    try:
+        load(dict(tensors), storage_reader=Reader(place), planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise CheckpointError(
+            f"{place} cannot be read: {cause}. Run the same command again to try once more."
+        ) from error
 
 
 class Reader(FileSystemReader):
