@@ -29,7 +29,7 @@ from largebatch.tasks.task import Task
 from largebatch.train.loop import Run, StoppedError
 from largebatch.train.progress import Progress
 from largebatch.train.spread import Execution, Parallel, Precision
-from largebatch.train.workers import WorkerLostError, Workers, is_already_said, joined
+from largebatch.train.workers import WorkerLostError, Workers, already_said, is_already_said, joined
 
 HELP = """Train TASK once: the recipe resolved for the batch, every number printed with its rule.
 
@@ -96,7 +96,7 @@ def train_command(
     ] = None,
 ) -> None:
     """Train, print the resolved recipe, the errors and the noise scale."""
-    with joined(device) as workers, _said_once(workers):
+    with _said_once(), joined(device) as workers, _in_one_voice(workers):
         torch.set_num_threads(1)  # the bits of a run do not depend on how many cores there are
         loaded = workers.all_or_none(lambda: _loaded(task, data, epochs))
         size = batch or loaded.recipe.reference_batch
@@ -233,9 +233,20 @@ def _report(record: RunRecord, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _said_once(workers: Workers) -> Generator[None]:
-    """End every worker with its exit code, and let one of them say why."""
-    if not workers.is_first:  # what all see alike; feeds name what they alone had to leave out
+def _said_once() -> Generator[None]:
+    """End a worker whose error another one says."""
+    try:
+        yield
+    except LargebatchError as error:
+        if is_already_said(error):
+            raise typer.Exit(2) from None
+        raise
+
+
+@contextlib.contextmanager
+def _in_one_voice(workers: Workers) -> Generator[None]:
+    """Let worker 0 say what all of them see."""
+    if not workers.is_first:  # feeds name what they alone had to leave out
         logging.getLogger("largebatch").setLevel(logging.ERROR)
         logging.getLogger("largebatch.train.feed").setLevel(logging.WARNING)
     try:
@@ -244,11 +255,9 @@ def _said_once(workers: Workers) -> Generator[None]:
         if workers.is_first:
             say_stopped()
         raise typer.Exit(130) from None
-    except LargebatchError as error:
-        # torchrun names the worker that was lost; one of the others says what that means.
-        known = isinstance(error, WorkerLostError | DivergedError) and not workers.is_first
-        if known or is_already_said(error):
-            raise typer.Exit(2) from None
+    except (WorkerLostError, DivergedError) as error:
+        if not workers.is_first:  # of a lost worker torchrun speaks too, so that its end is never unsaid
+            already_said(error)
         raise
 
 
