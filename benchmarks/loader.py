@@ -126,10 +126,10 @@ def main() -> None:
     torch.set_num_threads(1)
     fetched = Path(os.environ.get("DATA_DIR") or os.environ.get("LARGEBATCH_DATA") or ROOT / "data") / "photographs"
     photographs = [*Path(sklearn.datasets.__file__).parent.glob("images/*.jpg"), *fetched.glob("*.jpg")]
-    rounds, num_batches = (5, 6) if options.quick else (15, 8)
+    rounds, num_batches, num_pictures = (5, 6, 128) if options.quick else (15, 8, 512)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        mean_size = cut_pictures(sorted(photographs), folder, each=4 if options.quick else 12)
+        mean_size = cut_pictures(sorted(photographs), folder, each=math.ceil(num_pictures / len(photographs)))
         print(f"{len(list(folder.glob('*/*')))} pictures of {mean_size / 1e3:.0f} kB on average", flush=True)
         peers = {backend: reference(folder, backend) for backend in ("pil", "tensor")}
         found, rate = speedups(peers, subject(folder), rounds=rounds, num_batches=num_batches)
