@@ -100,16 +100,16 @@ def test_twenty_kills_of_workers_and_of_whole_jobs_leave_the_run_that_never_was_
         for target in sorted(draw.sample(range(2, STEPS - 6), 20)):
             wait_for(lambda target=target, agent=agent: num_steps(out) >= target or not agent.is_running(), seconds=300)
             assert agent.is_running(), log.read_text()
-            seen = num_steps(out)
-            if draw.random() < 0.7:
-                workers = workers_of(agent.process.pid)
-                victim = draw.choice(workers)
-                os.kill(victim, signal.SIGKILL)  # torchrun ends the other worker and starts both again
+            if draw.random() < 0.7:  # torchrun ends the other worker and starts both again
+                wait_for(lambda agent=agent: len(workers_of(agent.process.pid)) == 2, seconds=120)
+                workers, seen = workers_of(agent.process.pid), num_steps(out)
+                os.kill(draw.choice(workers), signal.SIGKILL)
                 wait_for(
                     lambda workers=workers, agent=agent: not set(workers) & set(workers_of(agent.process.pid)),
                     seconds=120,
                 )
             else:
+                seen = num_steps(out)
                 agent.kill()
                 agent = Agent(command, log)
             assert newest_checkpoint(out) >= seen - 2
