@@ -97,7 +97,10 @@ def test_twenty_kills_of_workers_and_of_whole_jobs_leave_the_run_that_never_was_
     command = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=20", f"--master-port={free_port()}", *train(task, out)]
     agent = Agent(command, log)
     try:
+        seen = 0
         for target in sorted(draw.sample(range(2, STEPS - 6), 20)):
+            # Mostly in the middle of steps and saves; some while the workers start, which costs torchrun 30 s.
+            target = min(STEPS - 6, max(target, seen + 1)) if draw.random() < 0.8 else target
             wait_for(lambda target=target, agent=agent: num_steps(out) >= target or not agent.is_running(), seconds=300)
             assert agent.is_running(), log.read_text()
             if draw.random() < 0.7:  # torchrun ends the other worker and starts both again
