@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from largebatch.errors import ConfigError
@@ -20,6 +21,12 @@ def _fashion_mnist(data: Path | None) -> Task:
     from largebatch.tasks.fashion_mnist import load
 
     return load(data)
+
+
+def _imagenet(data: Path | None, model: str) -> Task:
+    from largebatch.tasks.imagenet import load
+
+    return load(data, model)
 
 
 def _mnist(data: Path | None) -> Task:
@@ -44,6 +51,12 @@ TASKS: dict[str, tuple[str, Callable[..., Task]]] = {
     "detection": ("COCO, Mask R-CNN on a ResNet-50 with a feature pyramid: boxes and masks, days on GPUs", _detection),
     "digits": ("1,797 real digits of 8x8 pixels inside scikit-learn, a small MLP: seconds, no download", _digits),
     "fashion-mnist": ("70,000 real pictures of clothes of 28x28 pixels, a small CNN: minutes", _fashion_mnist),
+    "imagenet": (
+        "class folders of photographs, ResNet-50 at 224 pixels: the paper's hour",
+        partial(_imagenet, model="resnet50"),
+    ),
+    "imagenet-resnet18": ("the same with ResNet-18", partial(_imagenet, model="resnet18")),
+    "imagenet-resnet101": ("the same with ResNet-101", partial(_imagenet, model="resnet101")),
     "mnist": ("real digits of 28x28 pixels, all 70,000 or 10,000 of them, a small CNN: minutes", _mnist),
     "stamps": ("1,900 photographs with stamps pasted on, boxes and masks, a small Mask R-CNN: half an hour", _stamps),
 }
