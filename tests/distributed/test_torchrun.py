@@ -73,7 +73,9 @@ class Agent:
 
     def kill(self) -> None:
         """Kill -9 the agent and all below it."""
-        for pid in [self.process.pid, *descendants(self.process.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGSTOP)  # so that it starts none while they are counted
+        for pid in [*descendants(self.process.pid), self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
