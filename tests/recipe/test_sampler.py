@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from largebatch.errors import ConfigError
-from largebatch.recipe.sampler import ShuffledStream, draws, eval_share, rank_slice
-from oracles.recipe_shuffle import draw, permutation, splitmix64
+from largebatch.recipe.sampler import ShuffledStream, draws, eval_share, forward_seed, rank_slice
+from oracles.recipe_shuffle import draw, key, permutation, splitmix64
 from workers import on_workers
 
 
@@ -127,6 +127,11 @@ def test_only_two_permutations_are_kept():
 def test_a_draw_is_fixed_by_seed_epoch_and_index(seed: int, epoch: int, index: int, num: int):
     expected = [draw(seed, epoch, index, number) for number in range(num)]
     assert draws(seed, epoch, np.array([index]), num).tolist() == [expected]
+
+
+@given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 10**12))
+def test_a_forward_is_seeded_by_seed_and_position(seed: int, position: int):
+    assert forward_seed(seed, position) == key(seed, 3, 0, position) >> 1  # torch's generators take 63 bits
 
 
 @given(cuts=st.lists(st.integers(0, 40), max_size=4))

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 Augment = Callable[[Any, Tensor], Any]
 
+_NONE = np.empty((0, 8), dtype=np.float32)
+
 
 @runtime_checkable
 class SkippingSplit(Split, Protocol):
@@ -62,7 +64,7 @@ class _Cut(NamedTuple):
     indices: NDArray[np.int64]
     """Which examples, shape (count,)."""
     draws: NDArray[np.float32]
-    """Their augmentation's random numbers, shape (count, 8)."""
+    """Their augmentation's random numbers, shape (count, 8); none where nothing is random."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,35 +87,48 @@ class _Fetch(Dataset[_Fetched]):
 
     def __init__(self, split: Split, augment: Augment | None) -> None:
         self.split, self.augment = split, augment
+        # Asked once: a protocol's isinstance takes longer than a small batch.
+        self._fetches_augmented = split.fetch_augmented if isinstance(split, AugmentedSplit) else None
+        self._take_skipped = split.take_skipped if isinstance(split, SkippingSplit) else None
+
+    @property
+    def needs_draws(self) -> bool:
+        """Whether anything is random in what is made of an example."""
+        return self.augment is not None or self._fetches_augmented is not None
 
     def __getitem__(self, cut: _Cut) -> _Fetched:
         split, indices, random = self.split, torch.from_numpy(cut.indices), torch.from_numpy(cut.draws)
         try:
-            if isinstance(split, AugmentedSplit):
-                batch = split.fetch_augmented(indices, random)
+            if self._fetches_augmented is not None:
+                batch = self._fetches_augmented(indices, random)
             else:
                 batch = split.fetch(indices)
             if self.augment is not None:
                 batch = self.augment(batch, random)
         except LargebatchError as error:
             return _Fetched(None, cut.draws, error=(type(error), str(error)))
-        return _Fetched(batch, cut.draws, split.take_skipped() if isinstance(split, SkippingSplit) else [])
+        return _Fetched(batch, cut.draws, self._take_skipped() if self._take_skipped else [])
 
 
 class _Cuts(Sampler[_Cut]):
     """One worker's microbatches from a position of the stream on, without end."""
 
     def __init__(
-        self, stream: ShuffledStream, batch: int, microbatch: int, start: int, rank: int, world_size: int
-    ) -> None:
+        self, stream: ShuffledStream, batch: int, microbatch: int, start: int, rank: int, world_size: int,
+        with_draws: bool,
+    ) -> None:  # fmt: skip
         self.stream, self.batch, self.microbatch, self.start = stream, batch, microbatch, start
+        self.with_draws = with_draws
         self.rank, self.world_size = rank, world_size
 
     def __iter__(self) -> Iterator[_Cut]:
         for position in itertools.count(self.start, self.batch):
             first, local_batch = rank_slice(position, self.batch, self.rank, self.world_size)
-            indices, epochs = self.stream.indices(first, local_batch), self.stream.epochs(first, local_batch)
-            random = draws(self.stream.seed, epochs, indices).astype(np.float32)
+            indices = self.stream.indices(first, local_batch)
+            random = _NONE
+            if self.with_draws:
+                epochs = self.stream.epochs(first, local_batch)
+                random = draws(self.stream.seed, epochs, indices).astype(np.float32)
             for at in range(0, local_batch, self.microbatch):
                 part = slice(at, at + self.microbatch)
                 yield _Cut(indices[part], random[part])
@@ -180,12 +195,13 @@ class Feed:
         self._per_step = -(-local_batch // microbatch)
         stream = ShuffledStream(len(task.train), seed)
         stream.indices(start, batch)  # raises where the batch is larger than the data
-        cuts = _Cuts(stream, batch, microbatch, start, rank, world_size)
         # On the CPU a loader may as well augment: the same arithmetic. A GPU's differs, so it stays there.
         on_cpu = device.type == "cpu"
         self._augment = None if on_cpu else task.augment
         self._finish = task.train.finish if isinstance(task.train, FinishedSplit) else None
         fetch = _Fetch(task.train, task.augment if on_cpu else None)
+        with_draws = fetch.needs_draws or self._augment is not None
+        cuts = _Cuts(stream, batch, microbatch, start, rank, world_size, with_draws)
         self._processes: list[BaseProcess] = []
         self._end = partial(_kill, self._processes)
         self._fetched: Iterator[_Fetched] | None
