@@ -240,7 +240,7 @@ def test_goals_that_are_no_falling_losses_are_refused_at_once(goals):
 
 
 def test_a_task_that_cannot_be_trained_is_refused_when_it_is_made():
-    for change in ({"num_goal_examples": 0}, {"max_microbatch": 0}):
+    for change in ({"num_goal_examples": 0}, {"max_microbatch": 0}, {"microbatch": 0}):
         with pytest.raises(ConfigError, match="at least 1"):
             dataclasses.replace(linear_task(), **change)
     with pytest.raises(ConfigError, match="one length"):

@@ -1,9 +1,12 @@
 """What a study decides is arithmetic on finished results."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import linear_task
 from largebatch.errors import ConfigError
 from largebatch.study.plan import Protocol, batch_grid, derive_seed, microbatch_for, more_batches, pick_goals
 
@@ -21,14 +24,19 @@ def test_the_grid_is_powers_of_two_within_half_the_data(center, num_units):
 
 @given(st.integers(2, 20_000))
 def test_the_microbatch_splits_the_batch_into_two_to_eight(batch):
-    part = microbatch_for(batch, RULES, 1000)
+    part = microbatch_for(batch, RULES, replace(linear_task(), max_microbatch=1000))
     assert 1 <= part < batch and part <= 1000
     assert part == 1000 or -(-batch // part) <= RULES.num_microbatches
 
 
+@pytest.mark.parametrize("batch", [8, 64, 512])
+def test_a_task_whose_loss_depends_on_the_microbatch_keeps_its_own(batch):
+    assert microbatch_for(batch, RULES, replace(linear_task(), microbatch=2)) == 2
+
+
 def test_a_batch_of_one_cannot_be_measured_by_splitting():
     with pytest.raises(ConfigError, match="two batch sizes"):
-        microbatch_for(1, RULES, 1000)
+        microbatch_for(1, RULES, linear_task())
 
 
 def test_batches_are_added_where_a_side_of_b_crit_is_missing():

@@ -133,7 +133,7 @@ def _audit_task(task: Task, name: str, batch: int | None, steps: int) -> Audit:
     optimizer = build_optimizer(model, resolved)
     scheduler = as_torch_scheduler(optimizer, resolved.schedule)
     at_rest = inspect(model, optimizer, None, scheduler, recipe=task.recipe, batch=size)
-    microbatch = microbatch_for(size, Protocol(), task.max_microbatch)
+    microbatch = microbatch_for(size, Protocol(), task)
     spec = RunSpec(
         task=task.name, role="train", batch=size, microbatch=microbatch, lr=resolved.lr, schedule="goyal", seed=0,
         max_steps=min(steps, resolved.num_steps),

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -63,6 +64,10 @@ def train_command(
         int | None, typer.Option(min=1, help="End after so many steps, the schedule being that of the whole run.")
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of the task's data files.")] = None,
+    backbone: Annotated[
+        Path | None,
+        typer.Option(help="Start from a classification run's weights, its model.pt: for detection and stamps."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: largebatch-out/TASK-bB-seedN]")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Every draw follows from it.")] = 0,
     device: Annotated[
@@ -98,7 +103,7 @@ def train_command(
     """Train, print the resolved recipe, the errors and the noise scale."""
     with _said_once(), joined(device) as workers, _in_one_voice(workers):
         torch.set_num_threads(1)  # the bits of a run do not depend on how many cores there are
-        loaded = workers.all_or_none(lambda: _loaded(task, data, epochs))
+        loaded = workers.all_or_none(lambda: _loaded(task, data, backbone, epochs))
         size = batch or loaded.recipe.reference_batch
         execution = workers.all_or_none(
             lambda: Execution(
@@ -118,7 +123,10 @@ def train_command(
             def claim() -> None:
                 stack.enter_context(locked(folder))
                 with blame(task):
-                    identity = identity_of("train", task, loaded, run=asdict(spec), execution=_numbers(execution))
+                    identity = identity_of(
+                        "train", task, loaded, run=asdict(spec), execution=_numbers(execution),
+                        backbone_sha256=None if backbone is None else sha256(backbone.read_bytes()).hexdigest(),
+                    )  # fmt: skip
                 claim_folder(folder, identity)
 
             workers.agree(claim)
@@ -134,8 +142,8 @@ def train_command(
             _report(record, folder)
 
 
-def _loaded(task: str, data: Path | None, epochs: int | None) -> Task:
-    loaded = load_task(task, data)
+def _loaded(task: str, data: Path | None, backbone: Path | None, epochs: int | None) -> Task:
+    loaded = load_task(task, data, backbone)
     return loaded if epochs is None else replace(loaded, recipe=_shrunk(loaded.recipe, epochs))
 
 
@@ -160,15 +168,26 @@ def _resolved(
     )  # fmt: skip
     for warning in resolved.warnings:
         console.print(f"note: {warning}", soft_wrap=True, markup=False)
-    part = microbatch or microbatch_for(size, Protocol(), task.max_microbatch)
-    if part >= size:
+    part = microbatch or microbatch_for(size, Protocol(), task)
+    local_batch = size // workers.world_size
+    if task.microbatch is not None and (part != task.microbatch or local_batch % part):
+        console.print(
+            f"note: the loss of task {task.name!r} is defined over {task.microbatch} {task.unit} in a forward, and "
+            f"here forwards of a worker's {local_batch} hold {min(part, local_batch)} at most. A multiple of "
+            f"{task.microbatch * workers.world_size} as batch, without --microbatch, keeps it.",
+            soft_wrap=True, markup=False,
+        )  # fmt: skip
+    measures = part < size or workers.world_size > 1
+    if not measures and part == task.microbatch:
+        console.print("note: one forward holds the whole batch, so the noise scale is not measured.")
+    elif part >= size:
         raise ConfigError(
             f"noise scale needs two batch sizes; got microbatch={part} and batch={size}. "
             + (f"Use --microbatch {size // 2} or smaller." if size > 1 else "Use --batch 2 or more.")
         )
     spec = RunSpec(
         task=task.name, role="train", batch=size, microbatch=part, lr=resolved.lr, schedule="goyal", seed=seed,
-        max_steps=min(resolved.num_steps, max_steps or resolved.num_steps), monitor=True, evaluate_epochs=True,
+        max_steps=min(resolved.num_steps, max_steps or resolved.num_steps), monitor=measures, evaluate_epochs=True,
     )  # fmt: skip
     return resolved, spec
 
@@ -227,6 +246,9 @@ def _report(record: RunRecord, folder: Path) -> None:
             f"note: {len(skipped)} examples could not be read and were left out: {', '.join(list(skipped)[:5])} "
             f"({folder / 'skipped.json'} names all).", soft_wrap=True, markup=False,
         )  # fmt: skip
+    if (folder / "measures.json").exists():
+        for name, value in read_json(folder / "measures.json").items():
+            console.print(f"{name.replace('_', ' ')}: {100 * value:.1f} %", highlight=False)
     if (folder / "noise_scale.json").exists():
         console.print(read_json(folder / "noise_scale.json")["noise_scale"], soft_wrap=True, markup=False)
     write_stdout(str(folder / "run.json"))

@@ -150,7 +150,7 @@ def _measured_runs(context: Context, lr: float, steps: float, num_runs: int) -> 
     specs = [
         context.spec(
             "measure", recipe.reference_batch, lr, number, goals=context.goals, monitor=True,
-            microbatch=microbatch_for(recipe.reference_batch, protocol, context.task.max_microbatch),
+            microbatch=microbatch_for(recipe.reference_batch, protocol, context.task),
             max_steps=math.ceil(protocol.step_allowance * steps) + 10,
         )
         for number in range(num_runs)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from largebatch.errors import ConfigError
 from largebatch.study.choose import SEARCH_FACTOR
+from largebatch.tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +59,11 @@ def derive_seed(seed: int, *parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
-def microbatch_for(batch: int, protocol: Protocol, max_microbatch: int) -> int:
+def microbatch_for(batch: int, protocol: Protocol, task: Task) -> int:
     """The smallest microbatch that splits `batch` into `num_microbatches` (more where memory asks for it).
 
-    A smaller microbatch lowers the variance of the noise scale; the last one may be smaller still.
+    A smaller microbatch lowers the variance of the noise scale; the last one may be smaller still. A task whose loss
+    depends on the microbatch keeps its own.
 
     Raises:
         ConfigError: a batch of 1 cannot be split.
@@ -70,7 +72,7 @@ def microbatch_for(batch: int, protocol: Protocol, max_microbatch: int) -> int:
         raise ConfigError(
             "noise scale needs two batch sizes, a batch and its microbatches; got a batch of 1. Use 2 or more."
         )
-    return min(math.ceil(batch / protocol.num_microbatches), max_microbatch)
+    return task.microbatch or min(math.ceil(batch / protocol.num_microbatches), task.max_microbatch)
 
 
 def batch_grid(center: float, num_units: int, protocol: Protocol) -> list[int]:

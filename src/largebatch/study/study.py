@@ -61,7 +61,7 @@ def study(
         raise ConfigError(f"a budget is a number of minutes above 0; got {budget}.")
     rules = protocol or Protocol()
     loaded = cached_task(task, data)
-    microbatch_for(loaded.recipe.reference_batch, rules, loaded.max_microbatch)  # a batch of 1 is refused at once
+    microbatch_for(loaded.recipe.reference_batch, rules, loaded)  # a batch of 1 is refused at once
     with blame(task):
         identity = identity_of(
             "study", task, loaded, seed=seed, budget_minutes=budget, device=device, protocol=asdict(rules)

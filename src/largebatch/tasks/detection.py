@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 from largebatch.errors import DataError
 from largebatch.recipe.recipe import Recipe
 from largebatch.tasks.coco import HALVES, Batch, CocoSplit
+from largebatch.tasks.detection_ap import average_precision
 from largebatch.tasks.detection_backbone import read_weights
-from largebatch.tasks.detection_model import DetectorShape, Norm, make_detector
+from largebatch.tasks.detection_model import DetectorShape, Norm, in_mode, make_detector
 from largebatch.tasks.files import places
 from largebatch.tasks.task import Task
 
@@ -115,7 +115,7 @@ def read_halves(folder: str, data: Path | None, commands: list[str]) -> tuple[Co
 
 def make_task(
     name: str, train: CocoSplit, held_out: CocoSplit, shape: DetectorShape, recipe: Recipe, backbone: Path | None,
-    *, norm: Norm | None = None, loaders: int = 0, num_goal_examples: int = 64, max_microbatch: int = MICROBATCH,
+    *, norm: Norm | None = None, loaders: int = 0, num_goal_examples: int = 64, microbatch: int = MICROBATCH,
 ) -> Task:  # fmt: skip
     """A detection task over two halves; the backbone is read and tried once, here, and copied at every fresh start."""
     weights = read_weights(backbone) if backbone is not None else None
@@ -124,7 +124,8 @@ def make_task(
         model()  # a wrong architecture, or a missing package, is said before a run begins
     return Task(
         name=name, train=train, held_out=held_out, model=model, loss=loss, errors=errors, recipe=recipe, augment=flip,
-        max_microbatch=max_microbatch, loaders=loaders, num_goal_examples=num_goal_examples,
+        microbatch=microbatch, max_microbatch=microbatch, measures=average_precision, loaders=loaders,
+        num_goal_examples=num_goal_examples,
     )  # fmt: skip
 
 
@@ -143,18 +144,6 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
         stack.enter_context(in_mode(model, training=True))
         parts = model(pictures, targets)
     return len(pictures) * torch.stack(list(parts.values())).sum()
-
-
-@contextlib.contextmanager
-def in_mode(model: nn.Module, *, training: bool) -> Generator[None]:
-    """The model in training or evaluation mode, each module back in its own afterwards."""
-    before = {module: module.training for module in model.modules()}
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was_training in before.items():
-            module.training = was_training
 
 
 SCORE = IOU = 0.5

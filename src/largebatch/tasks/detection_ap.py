@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.tasks.coco import CocoSplit
-from largebatch.tasks.detection import in_mode
+from largebatch.tasks.detection_model import in_mode
 
 AT_ONCE = 2
 """Pictures in one forward; it changes padding only."""

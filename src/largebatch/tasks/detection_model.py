@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -145,3 +146,15 @@ def _pyramid(shape: DetectorShape, weights: dict[str, Tensor] | None, source: Pa
         shape.fpn_channels,
         norm_layer=_group_norm if norm == "group" else None,
     )
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Generator[None]:
+    """The model in training or evaluation mode, each module back in its own afterwards."""
+    before = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, was_training in before.items():
+            module.training = was_training

@@ -1,7 +1,8 @@
 """Can a ResNet tell apart the 1,000 classes of ImageNet, by the recipe that trained it in one hour?
 
 Batch norm's n is part of the loss (Goyal 2017, sec. 2.3), and so is held here: a forward sees 32 pictures, whatever the
-batch, the number of workers and what each of them takes; a worker with more goes through them 32 at a time.
+batch and the number of workers; a worker with more goes through them 32 at a time. (One that has fewer, at a batch of
+less than 32 a worker, can only normalise over those: `largebatch train` says so.)
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def load(data: Path | None = None, model: str = "resnet50", *, size: int = 224) 
         loss=cross_entropy_sum,
         errors=count_wrong,
         recipe=goyal2017_resnet50(),
-        max_microbatch=BATCHNORM_N,
+        max_microbatch=256,
+        microbatch=BATCHNORM_N,
         loaders=default_loaders(),
     )
 
@@ -93,7 +95,8 @@ def make_model(model: str, num_classes: int) -> nn.Module:
 def default_loaders() -> int:
     """Processes that fetch ahead for each of this machine's workers: the cores shared out, at most 8."""
     workers_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return min(_MAX_LOADERS, len(os.sched_getaffinity(0)) // workers_here)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MAX_LOADERS, cores // workers_here)
 
 
 def _directory(data: Path | None) -> Path:

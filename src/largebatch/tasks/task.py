@@ -103,6 +103,10 @@ class Task:
     """Size of the fixed training subset on which goals are measured."""
     max_microbatch: int = 4096
     """Largest number of examples in one forward/backward."""
+    microbatch: int | None = None
+    """Examples in one forward/backward where that is part of the loss, as batch norm's n is; None: any number."""
+    measures: Callable[[nn.Module, Any], dict[str, float]] | None = None
+    """(model, held-out split) -> shares of 1 that are no mean over units (average precision), of a finished run."""
     loaders: int = 0
     """Processes that fetch ahead, for each worker; 0 fetches in the loop, which is right for data in memory."""
 
@@ -110,9 +114,14 @@ class Task:
         check_unit(self.unit)
         if self.goals is not None:
             object.__setattr__(self, "goals", _checked_goals(self.name, self.goals))
-        for field in ("num_goal_examples", "max_microbatch"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} of task {self.name!r} is at least 1; got {getattr(self, field)}.")
+        for field in ("num_goal_examples", "max_microbatch", "microbatch"):
+            if (value := getattr(self, field)) is not None and value < 1:
+                raise ConfigError(f"{field} of task {self.name!r} is at least 1; got {value}.")
+        if (self.microbatch or 1) > self.max_microbatch:
+            raise ConfigError(
+                f"task {self.name!r} wants {self.microbatch} examples in a forward and allows {self.max_microbatch}. "
+                "Raise max_microbatch."
+            )
         if self.loaders < 0:
             raise ConfigError(f"loaders of task {self.name!r} is at least 0; got {self.loaders}.")
         if not len(self.held_out):

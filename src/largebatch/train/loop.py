@@ -89,7 +89,7 @@ class Run:
         self.monitor_every: int | Literal["auto"] = monitor_every
         self.checkpoint_seconds = checkpoint_seconds
         self.progress = Progress(crossings=[None] * len(spec.goals))
-        self.microbatch = min(local_batch, spec.microbatch or task.max_microbatch)
+        self.microbatch = min(local_batch, spec.microbatch or task.microbatch or task.max_microbatch)
         self.skipped: dict[str, int] = {}
         """Examples that could not be read, with how often each was left out, before the last resume."""
         self._started = time.perf_counter()
@@ -140,6 +140,8 @@ class Run:
         write_json(
             self.folder / "timing.json", {"seconds": seconds, "steps": step, "num_workers": self.workers.world_size}
         )
+        if self.task.measures is not None and not self._spread.is_sharded and record.status != "diverged":
+            write_json(self.folder / "measures.json", self.task.measures(self._spread.core, self.task.held_out))
         if self.skipped:
             write_json(self.folder / "skipped.json", self.skipped)
         write_json(done, asdict(record))
