@@ -212,3 +212,17 @@ def test_a_setting_out_of_range_is_refused_with_its_value(make, options: dict, w
     with pytest.raises(ConfigError) as error:
         make([nn.Parameter(torch.ones(1))], **options)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("numbers", [{"betas": 0.9}, {"betas": ("0.9", 0.99)}, {"eps": "1e-6"}])
+def test_a_number_that_came_as_text_is_named(numbers):
+    with pytest.raises(ConfigError, match=next(iter(numbers))):
+        LAMB([nn.Parameter(torch.ones(1))], lr=0.1, **numbers)
+
+
+def test_lamb_refuses_complex_weights():
+    # The second moment of a complex gradient by g * g is no size: at g = 1 + i it is imaginary.
+    weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    weight.grad = torch.full((4,), 1 + 1j)
+    with pytest.raises(ConfigError, match="complex64"):
+        LAMB([weight], lr=0.1).step()

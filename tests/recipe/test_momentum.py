@@ -223,3 +223,10 @@ def test_a_schedule_that_leaves_the_range_is_refused_when_it_does():
     optimizer.param_groups[0]["lr"] = float("inf")
     with pytest.raises(ConfigError, match="got inf"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("numbers", [{"lr": "1e-3"}, {"lr": None}, {"momentum": "0.9"}, {"weight_decay": "1e-4"}])
+def test_a_number_that_came_as_text_is_named(numbers):
+    # YAML 1.1 reads 1e-4, which has no point, as text.
+    with pytest.raises(ConfigError, match=f"{next(iter(numbers))} is .*got {next(iter(numbers.values()))!r}"):
+        VelocitySGD([torch.nn.Parameter(torch.ones(1))], **{"lr": 0.1, **numbers})

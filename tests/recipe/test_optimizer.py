@@ -401,3 +401,9 @@ def test_a_gradient_scaler_on_a_cpu_steps_it_even_where_a_gradient_is_missing():
     scaler.update()
     expected = before - 0.1 * (1 + 0.9) * (1.0 + 1e-4 * before)  # Nesterov's first step, weight decay in the gradient
     torch.testing.assert_close(model[1].weight.detach(), expected)
+
+
+@pytest.mark.parametrize("lr", ["1e-1", None])
+def test_a_rate_that_is_no_number_is_named(lr):
+    with pytest.raises(ConfigError, match="lr is a finite learning rate"):
+        build_sgd(nn.Linear(2, 2), lr=lr)

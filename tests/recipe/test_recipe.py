@@ -161,3 +161,15 @@ def test_a_batch_or_rate_that_cannot_be_is_refused_with_its_values(arguments: di
     with pytest.raises(ConfigError) as error:
         SMALL.resolve(units_per_epoch=60_000, **arguments)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"reference_lr": "1e-1"}, {"warmup_epochs": None}, {"decay_epochs": 30}, {"decay_epochs": ("30",)},
+     {"decay_factor": "0.1"}, {"decay_fraction": "0.1"}, {"end_factor": "0"}, {"momentum": "0.9"},
+     {"weight_decay": "1e-4"}, {"betas": 0.9}, {"betas": ("0.9", 0.99)}, {"eps": "1e-8"}],
+)  # fmt: skip
+def test_a_number_that_came_as_text_is_named(numbers):
+    # YAML 1.1 reads 1e-4, which has no point, as text.
+    with pytest.raises(ConfigError, match=next(iter(numbers))):
+        Recipe(**{"reference_batch": 256, "reference_lr": 0.1, **numbers})

@@ -392,3 +392,9 @@ def test_what_rounds_away_is_said():
     (row,) = [number for number in resolved.numbers if number.name == "warmup_steps"]
     assert "less than half a step" in row.rule
     assert not recipe.resolve(10, 100).warnings
+
+
+@pytest.mark.parametrize("numbers", [{"lr": "0.1"}, {"b_simple": "90"}, {"b_crit": "90"}])
+def test_a_number_that_came_as_text_is_named(numbers):
+    with pytest.raises(ConfigError, match=next(iter(numbers))):
+        Recipe(reference_batch=32, reference_lr=0.1).resolve(64, 1000, **numbers)

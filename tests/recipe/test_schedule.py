@@ -143,3 +143,13 @@ def test_a_schedule_that_cannot_be_is_refused_with_its_values(call, words: str):
     with pytest.raises(ConfigError) as error:
         call()
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"peak_lr": "0.1"}, {"start_lr": None}, {"warmup_steps": "3"}, {"warmup_steps": float("nan")},
+     {"decay_steps": ("3",)}, {"decay_steps": (float("nan"),)}, {"decay_steps": (-3,)}, {"decay_factor": "0.1"}],
+)  # fmt: skip
+def test_what_is_no_number_is_refused_by_name(numbers):
+    with pytest.raises(ConfigError, match=next(iter(numbers))):
+        WarmupStepDecay(**{"start_lr": 0.1, "peak_lr": 0.2, **numbers})

@@ -244,3 +244,10 @@ def test_a_schedule_that_cannot_be_is_refused_with_its_values(call, words: str):
     with pytest.raises(ConfigError) as error:
         call()
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [Linear, Cosine])
+@pytest.mark.parametrize("numbers", [{"num_steps": "3"}, {"num_steps": float("nan")}, {"end_lr": "0"}])
+def test_what_is_no_number_is_refused_by_name(shape, numbers):
+    with pytest.raises(ConfigError, match=next(iter(numbers))):
+        shape(**{"start_lr": 0.1, "num_steps": 3, **numbers})

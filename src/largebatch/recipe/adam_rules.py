@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 
 from largebatch.errors import ConfigError
+from largebatch.recipe.scaling import is_number
 
 Betas = tuple[float, float]
 """(first moment's, second moment's) decay a step."""
@@ -143,9 +144,10 @@ def half_life(beta: float, batch: int) -> float:
 
 def check_adam(betas: Betas, eps: float) -> None:
     """Raise ConfigError unless both betas are in [0, 1) and `eps` is finite and above 0."""
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise ConfigError(f"betas are two numbers in [0, 1); got {betas!r}.")
-    if not (eps > 0 and math.isfinite(eps)):
+    if not (is_number(eps) and eps > 0 and math.isfinite(eps)):
         raise ConfigError(f"eps is a finite number above 0; got {eps!r}.")
 
 

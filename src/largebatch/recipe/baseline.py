@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from largebatch.errors import ConfigError
 from largebatch.recipe.adam_rules import check_adam, check_adam_rule
-from largebatch.recipe.scaling import check_count, check_rule_for
+from largebatch.recipe.scaling import check_count, check_rule_for, is_number
 
 WarmupName = Literal["gradual", "constant", "none"]
 ScheduleName = Literal["step", "cosine", "linear", "wsd"]
@@ -68,6 +68,7 @@ class Baseline:
         for name, kind in (("warmup", WarmupName), ("schedule", ScheduleName), ("optimizer", OptimizerName)):
             _check_known(name, getattr(self, name), get_args(kind))
         check_rule_for(self.scaling, self.optimizer)
+        self._check_numbers()
         if not (self.reference_lr > 0 and math.isfinite(self.reference_lr)):
             raise ConfigError(f"reference_lr is a finite learning rate above 0; got {self.reference_lr!r}.")
         self._check_lengths()
@@ -81,6 +82,15 @@ class Baseline:
                     f"batch norm over batchnorm_n={self.batchnorm_n} examples does not fit into the reference batch "
                     f"of {self.reference_batch}. Use the n that the baseline was tuned with."
                 )
+
+    def _check_numbers(self) -> None:
+        for name in (
+            "reference_lr", "warmup_epochs", "decay_factor", "decay_fraction", "end_factor", "momentum", "weight_decay",
+        ):  # fmt: skip
+            if not is_number(value := getattr(self, name)):
+                raise ConfigError(f"{name} is a number; got {value!r}.")
+        if not isinstance(self.decay_epochs, tuple | list) or not all(map(is_number, self.decay_epochs)):
+            raise ConfigError(f"decay_epochs are numbers in a tuple, as (30, 60, 80); got {self.decay_epochs!r}.")
 
     def _check_lengths(self) -> None:
         if not self.warmup_epochs >= 0:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from largebatch.errors import ConfigError
 from largebatch.recipe.momentum import check_lr, check_momentum, check_weight_decay, loss_of
+from largebatch.recipe.scaling import is_number
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -120,7 +121,7 @@ class LAMB(Optimizer):
         weight_decay: lambda, >= 0; published 0.01. Inside the ratio.
 
     Raises:
-        ConfigError: a number is out of range, or a gradient is sparse.
+        ConfigError: a number is out of range, a gradient is sparse, or weights are complex.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> weight.grad = torch.tensor([0.0, 2.0])
@@ -167,6 +168,7 @@ class LAMB(Optimizer):
             for parameter in group["params"]:
                 if (grad := _dense_grad(parameter, self)) is None:
                     continue
+                _check_squares(parameter)
                 state = self.state[parameter]
                 if not state:
                     state["num_steps"] = 0
@@ -189,12 +191,13 @@ class LAMB(Optimizer):
 
 def check_betas(betas: tuple[float, float]) -> None:
     """Raise ConfigError unless `betas` is two numbers in [0, 1)."""
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise ConfigError(f"betas are two numbers, each in [0, 1); got {betas!r}.")
 
 
 def _check_above_0(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
+    if not (is_number(value) and value > 0 and math.isfinite(value)):
         raise ConfigError(f"{name} is a finite number above 0; got {value!r}.")
 
 
@@ -205,6 +208,14 @@ def _dense_grad(parameter: Tensor, optimizer: Optimizer) -> Tensor | None:
             f"parameter of shape {tuple(parameter.shape)}. Use an embedding with sparse=False."
         )
     return parameter.grad
+
+
+def _check_squares(parameter: Tensor) -> None:
+    if parameter.is_complex():  # its square is no size: (1 + i) (1 + i) = 2i
+        raise ConfigError(
+            f"LAMB takes real weights; got {parameter.dtype}, for a parameter of shape {tuple(parameter.shape)}. "
+            "Train torch.view_as_real of it, or use LARS."
+        )
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from largebatch.errors import ConfigError
+from largebatch.recipe.scaling import is_number
 
 _kernels: Any = torch  # its foreach kernels, which it documents, are private names to a type checker
 
@@ -164,13 +165,13 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 
 def check_lr(lr: float) -> None:
     """Raise ConfigError unless `lr` is a finite number of at least 0."""
-    if isinstance(lr, Tensor) or not (lr >= 0 and math.isfinite(lr)):
+    if not (is_number(lr) and lr >= 0 and math.isfinite(lr)):
         raise ConfigError(f"lr is a finite number of at least 0, not a tensor; got {lr!r}.")
 
 
 def check_momentum(momentum: float, *, nesterov: bool) -> None:
     """Raise ConfigError unless `momentum` is in [0, 1), and above 0 for Nesterov's form."""
-    if not 0 <= momentum < 1:
+    if not (is_number(momentum) and 0 <= momentum < 1):
         raise ConfigError(f"momentum is in [0, 1); got {momentum!r}.")
     if nesterov and momentum == 0:
         raise ConfigError("nesterov=True needs a momentum above 0; got momentum=0. Set nesterov=False.")
@@ -178,5 +179,5 @@ def check_momentum(momentum: float, *, nesterov: bool) -> None:
 
 def check_weight_decay(weight_decay: float) -> None:
     """Raise ConfigError unless `weight_decay` is a finite number of at least 0."""
-    if not (weight_decay >= 0 and math.isfinite(weight_decay)):
+    if not (is_number(weight_decay) and weight_decay >= 0 and math.isfinite(weight_decay)):
         raise ConfigError(f"weight_decay is a finite number of at least 0; got {weight_decay!r}.")

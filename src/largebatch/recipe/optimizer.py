@@ -19,6 +19,7 @@ from largebatch.errors import ConfigError
 from largebatch.recipe.decay import NORM_LAYERS, decay_groups
 from largebatch.recipe.layerwise import LAMB, LARS, check_betas
 from largebatch.recipe.momentum import VelocitySGD, check_momentum, check_weight_decay
+from largebatch.recipe.scaling import is_number
 
 __all__ = ["NORM_LAYERS", "OPTIMIZERS", "OptimizerNumbers", "build_optimizer", "build_sgd", "decay_groups"]
 
@@ -236,7 +237,7 @@ def _groups(
 
 
 def _check_lr(lr: float) -> None:
-    if not (lr > 0 and math.isfinite(lr)):
+    if not ((is_number(lr) or isinstance(lr, Tensor)) and lr > 0 and math.isfinite(lr)):
         raise ConfigError(f"lr is a finite learning rate above 0; got {lr!r}.")
 
 

@@ -10,7 +10,7 @@ from largebatch.recipe.adam_rules import scaled_adam
 from largebatch.recipe.baseline import Baseline
 from largebatch.recipe.explain import explain, rate_rule, warnings_of
 from largebatch.recipe.resolved import ResolvedRecipe
-from largebatch.recipe.scaling import SOURCES, check_count, check_rule_for, scaled_lr
+from largebatch.recipe.scaling import SOURCES, check_count, check_rule_for, is_number, scaled_lr
 from largebatch.recipe.schedule import Schedule, WarmupStepDecay, check_lr, epochs_to_steps
 from largebatch.recipe.schedules import Cosine, Linear, warmed_up, warmup_stable_decay
 
@@ -39,9 +39,9 @@ def resolve(
             f"Use a batch of at most {units_per_epoch}."
         )
     check_layout(batch, world_size, accumulation, recipe.batchnorm_n)
-    if b_simple is not None and not (b_simple >= 0 and math.isfinite(b_simple)):
+    if b_simple is not None and not (is_number(b_simple) and b_simple >= 0 and math.isfinite(b_simple)):
         raise ConfigError(f"b_simple is a finite number of at least 0, or None while unresolved; got {b_simple!r}.")
-    if b_crit is not None and not (b_crit > 0 and math.isfinite(b_crit)):
+    if b_crit is not None and not (is_number(b_crit) and b_crit > 0 and math.isfinite(b_crit)):
         raise ConfigError(f"b_crit is a finite number above 0, or None while unresolved; got {b_crit!r}.")
     if lr is None:
         rule = check_rule_for(rule or recipe.scaling, recipe.optimizer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 
 from largebatch.errors import ConfigError
 
@@ -260,6 +261,15 @@ def check_rule_for(rule: str, optimizer: str) -> str:
             f"Use 'noise' or 'linear' for SGD."
         )
     return rule
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is a real number: not None, a tensor, or the text that YAML makes of 1e-4.
+
+    >>> is_number(1e-4), is_number("1e-4")
+    (True, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_count(name: str, value: int) -> None:

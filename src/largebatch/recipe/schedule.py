@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from largebatch.errors import ConfigError
+from largebatch.recipe.scaling import is_number
 from largebatch.units import Duration
 
 Warmup = Literal["gradual", "constant"]
@@ -80,8 +81,10 @@ class WarmupStepDecay:
         check_lr("start_lr", self.start_lr)
         check_lr("peak_lr", self.peak_lr)
         check_warmup(self.warmup)
-        if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps is at least 0; got {self.warmup_steps}.")
+        if not (is_number(self.warmup_steps) and self.warmup_steps >= 0):
+            raise ConfigError(f"warmup_steps is at least 0; got {self.warmup_steps!r}.")
+        if not all(is_number(step) and step >= 0 for step in self.decay_steps):
+            raise ConfigError(f"decay_steps are numbers of at least 0; got {self.decay_steps!r}.")
         if list(self.decay_steps) != sorted(self.decay_steps):
             raise ConfigError(f"decay_steps must increase; got {self.decay_steps}.")
         if self.decay_steps and self.decay_steps[0] < self.warmup_steps:
@@ -89,7 +92,7 @@ class WarmupStepDecay:
                 f"the first decay, at step {self.decay_steps[0]}, lies inside the warmup of {self.warmup_steps} steps. "
                 f"Shorten the warmup or decay later."
             )
-        if not 0 < self.decay_factor <= 1:
+        if not (is_number(self.decay_factor) and 0 < self.decay_factor <= 1):
             raise ConfigError(f"decay_factor is in (0, 1]; got {self.decay_factor!r}.")
 
     def lr_at(self, step: int) -> float:
@@ -160,7 +163,7 @@ def as_torch_scheduler(optimizer: Optimizer, schedule: Schedule) -> ScheduleLR:
 
 def check_lr(name: str, lr: float) -> None:
     """Raise ConfigError unless `lr` is finite and above 0."""
-    if not (lr > 0 and math.isfinite(lr)):
+    if not (is_number(lr) and lr > 0 and math.isfinite(lr)):
         raise ConfigError(f"{name} is a finite learning rate above 0; got {lr!r}.")
 
 

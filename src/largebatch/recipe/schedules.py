@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from largebatch.errors import ConfigError
+from largebatch.recipe.scaling import is_number
 from largebatch.recipe.schedule import Constant, Schedule, Warmup, check_lr, check_step, check_warmup
 
 
@@ -202,7 +203,7 @@ def warmup_stable_decay(
 
 def _check_shape(start_lr: float, end_lr: float, num_steps: int) -> None:
     check_lr("start_lr", start_lr)
-    if not (end_lr >= 0 and math.isfinite(end_lr)):
+    if not (is_number(end_lr) and end_lr >= 0 and math.isfinite(end_lr)):
         raise ConfigError(f"end_lr is a finite learning rate of at least 0; got {end_lr!r}.")
-    if num_steps < 1:
-        raise ConfigError(f"num_steps is at least 1; got {num_steps}.")
+    if not (is_number(num_steps) and num_steps >= 1):
+        raise ConfigError(f"num_steps is at least 1; got {num_steps!r}.")
