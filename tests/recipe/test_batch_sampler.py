@@ -11,6 +11,7 @@ from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -410,7 +411,7 @@ def resume(state: dict[str, Any], **options: Any) -> Callable[[], None]:
         (resume({"seed": 3, "num_examples": 11, "position": 0}), "the state is of num_examples=11, this loader of"),
         (resume({"epoch": 3}), "this is no state of a ShuffledLoader, which has seed, num_examples, position"),
         (resume({"seed": 3, "num_examples": 10, "position": -1}), "start at 0; got start=-1"),
-        (resume({"seed": 3, "num_examples": 10, "position": 1.5}), "a whole number of examples; got 1.5"),
+        (resume({"seed": 3, "num_examples": 10, "position": 1.5}), "position is a whole number; got 1.5"),
         (
             resume({"seed": 3, "num_examples": 10, "position": 9}, keep_short=True),
             "keep_short=True would end an epoch by a batch of 1, too small for 2 worker(s)",
@@ -436,3 +437,21 @@ def test_the_oracle_counts_steps_as_goyal_does():
     assert list(accumulate(step_sizes(10, 4, 0, keep_short=True))) == [4, 8, 10]
     assert len(step_sizes(1_281_167, 8192, 0, keep_short=False)) == 157
     assert ShuffledBatches(1_281_167, batch=8192, seed=0).pass_length(0) == 157
+
+
+def test_numpy_integers_count_as_pythons():
+    count, data = np.int64, list(range(100))
+    given = ShuffledLoader(data, batch=count(8), seed=count(3), microbatch=count(4), rank=count(1), world_size=count(2))
+    same = ShuffledLoader(data, batch=8, seed=3, microbatch=4, rank=1, world_size=2)
+    assert [part.tolist() for part in given] == [part.tolist() for part in same]
+    assert json.loads(json.dumps(given.state_dict())) == same.state_dict()
+    again = ShuffledLoader(data, batch=8, seed=3)
+    again.load_state_dict({**same.state_dict(), "position": count(16)})
+    assert json.dumps(again.state_dict()["position"]) == "16"
+
+
+@pytest.mark.parametrize("name", ["batch", "seed", "microbatch", "rank", "world_size"])
+@pytest.mark.parametrize("value", ["8", 2.5, 8.0, float("nan")])
+def test_what_is_no_whole_number_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is a whole number; got {value!r}"):
+        ShuffledLoader(list(range(100)), **{"batch": 8, "seed": 0, "rank": 0, "world_size": 1, name: value})

@@ -14,6 +14,7 @@ it moves when a step's last microbatch is handed over, so that there is nothing 
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -76,6 +77,8 @@ class ShuffledBatches(Sampler[list[int]]):
             ConfigError: the workers do not divide the batch (it names the nearest that they do), the batch is larger
                 than the data, a short batch would leave a microbatch empty, or the job's workers are not known yet.
         """
+        num_examples, batch, seed = _whole("num_examples", num_examples), _whole("batch", batch), _whole("seed", seed)
+        microbatch = None if microbatch is None else _whole("microbatch", microbatch)
         self.stream = ShuffledStream(num_examples, seed)
         self.rank, self.world_size = _place(rank, world_size)
         _, local_batch = rank_slice(0, batch, self.rank, self.world_size)
@@ -87,7 +90,7 @@ class ShuffledBatches(Sampler[list[int]]):
         """Microbatches in each step of a worker; also in a short one, so that all workers do as many backwards."""
         self.num_iterations = 0
         self._check_short(num_examples % batch)
-        self.begin_at(start)
+        self.begin_at(_whole("start", start))
 
     def begin_at(self, position: int) -> None:
         """Let the next iteration begin at `position` (>= 0) of the stream.
@@ -258,9 +261,7 @@ class ShuffledLoader(DataLoader[Any]):
                     f"the state is of {name}={state[name]}, this loader of {name}={value}: the examples would not go "
                     "on in the same order. Use the same data and seed, or begin without the state."
                 )
-        if not isinstance(state["position"], int):
-            raise ConfigError(f"a position is a whole number of examples; got {state['position']!r}.")
-        self._restart(state["position"])
+        self._restart(_whole("position", state["position"]))
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore
         """The microbatches from the position to the end of its pass."""
@@ -302,10 +303,18 @@ class ShuffledLoader(DataLoader[Any]):
             )
 
 
+def _whole(name: str, value: Any) -> int:
+    """A whole number as Python's own, which a saved state can hold; numpy's counts as one."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name} is a whole number; got {value!r}.") from None
+
+
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """This worker and the number of workers: as given, or the job's."""
     if rank is not None and world_size is not None:
-        return rank, world_size
+        return _whole("rank", rank), _whole("world_size", world_size)
     if rank is not None or world_size is not None:
         raise ConfigError(f"give both rank and world_size or neither; got rank={rank}, world_size={world_size}.")
     if num_workers() > 1:
