@@ -44,6 +44,7 @@ def check_arguments(
     steps: int,
     tolerance: float | None,
     timeout: float,
+    seed: int,
 ) -> list[int]:
     """The world sizes, each once.
 
@@ -70,6 +71,10 @@ def check_arguments(
     for name, value in (("steps", steps), ("microbatch", microbatch)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{name} is a whole number of at least 1; got {value!r}.")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed is a whole number from 0 to 2^63 - 1; got {seed!r}.")
+    if not isinstance(uneven, bool):
+        raise ConfigError(f"uneven is True or False; got {uneven!r}.")
     if tolerance is not None and not (_is_number(tolerance) and 0 < tolerance < 1):
         raise ConfigError(f"tolerance is a relative difference in (0, 1); got {tolerance!r}.")
     if not (_is_number(timeout) and timeout > 0 and math.isfinite(timeout)):

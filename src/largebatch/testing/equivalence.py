@@ -58,7 +58,7 @@ def check_parallel_equivalence(
         tolerance: relative difference of an update that counts as none, in (0, 1); by default the square root of the
             spacing of the coarsest parameter (3.5e-4 in float32). Give one for autocast.
         timeout: seconds that one layout may take.
-        seed: of Python's, numpy's and torch's global generators.
+        seed: of Python's, numpy's and torch's global generators, from 0 to 2^63 - 1.
         start_method: "fork" or "spawn" (`make` must then be picklable); by default fork where it is safe.
 
     Returns:
@@ -86,7 +86,7 @@ def check_parallel_equivalence(
 
     Source: Goyal 2017, sec. 2.3 and remarks 1 to 4.
     """
-    sizes = check_arguments(make, batch, world_sizes, microbatch, uneven, steps, tolerance, timeout)
+    sizes = check_arguments(make, batch, world_sizes, microbatch, uneven, steps, tolerance, timeout, seed)
     method = pick_start_method(start_method, make, batch)
     with tempfile.TemporaryDirectory(prefix="largebatch-") as folder:
         job = Job(
