@@ -151,6 +151,34 @@ def test_a_worker_that_is_killed_ends_the_others_with_a_sentence(tmp_path):
     assert said[1] == "" and "Traceback" not in said[0]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_that_still_waits_for_the_others_ends_when_it_is_asked_to(number):
+    """Its one peer never starts; torchrun would wait 30 s for it, and kill it."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    place = {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(listener.getsockname()[1]),
+    }  # fmt: skip
+    process = multiprocessing.get_context("fork").Process(target=meet_nobody, args=(place,))
+    process.start()
+    listener.settimeout(60)
+    connection, _ = listener.accept()  # it is inside init_process_group now, and nobody answers
+    os.kill(process.pid, number)
+    process.join(20)
+    ended = process.exitcode
+    process.kill()
+    connection.close()
+    listener.close()
+    assert ended == -number
+
+
+def meet_nobody(place):
+    os.environ |= place
+    os._exit(run(["train", "digits"]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

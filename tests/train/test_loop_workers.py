@@ -6,6 +6,7 @@ knows nothing of workers, and to one worker that accumulates.
 
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from helpers import linear_task
 from largebatch.errors import ConfigError, DataError
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sampler import ShuffledStream
-from largebatch.records.files import read_lines
+from largebatch.records.files import read_json, read_lines
 from largebatch.records.schema import RunSpec
 from largebatch.tasks.task import Task, TensorSplit, count_wrong, cross_entropy_sum
 from largebatch.train.checkpoint import load_weights
@@ -144,6 +145,45 @@ def test_a_batch_that_lost_examples_is_divided_by_what_is_left_over_all_workers(
     np.testing.assert_allclose(
         weights, oracle_sgd(linear_task(), SPEC, kept=lambda rows: rows[rows % 7 != 0]), rtol=2e-5
     )
+
+
+class Gone(TensorSplit):
+    """Held-out examples of which row 3 cannot be read; each time it is left out it is named."""
+
+    left_out: ClassVar[list[tuple[str, str]]] = []
+
+    def fetch(self, indices):
+        self.left_out.extend([("row 3", "drawn to be bad")] if 3 in indices else [])
+        return super().fetch(indices[indices != 3])
+
+    def fetch_augmented(self, indices, draws):
+        return self.fetch(indices)
+
+    def take_skipped(self):
+        taken = self.left_out[:]
+        self.left_out.clear()
+        return taken
+
+
+def gone_task():
+    task = linear_task(num_examples=48)
+    return replace(task, held_out=Gone(task.held_out.tensors))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_held_out_example_that_cannot_be_read_is_named_and_counted(tmp_path, world_size):
+    """12 steps of 24 are 6 passes over 48 examples, each with an evaluation."""
+    on(world_size, gone_task, replace(SPEC, evaluate_epochs=True), tmp_path)
+    assert read_json(tmp_path / "skipped.json") == {"row 3": 6}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bf16_steps_follow_float32_within_its_eight_bits(tmp_path, world_size):
+    spec = replace(SPEC, max_steps=3)
+    bf16 = on(world_size, linear_task, spec, tmp_path, execution=Execution(precision="bf16"))
+    exact = oracle_sgd(linear_task(), spec)
+    np.testing.assert_allclose(bf16, exact, rtol=3e-2)  # 3 steps, each rounded by 2^-8
+    assert abs(bf16 - exact).max() > 1e-5, "a forward in float32 would agree to 1e-6"
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ class Feed:
             )
         self.skipped: dict[str, int] = {}
         """Names of the examples that were left out of this worker's steps so far, with how often each was."""
+        self._named: set[str] = set()
         self._device = device
         _, local_batch = rank_slice(start, batch, rank, world_size)
         self._per_step = -(-local_batch // microbatch)
@@ -218,6 +219,14 @@ class Feed:
             LargebatchError: whatever else of that family the task's own code raised.
         """
         return [self._next() for _ in range(self._per_step)]
+
+    def leave_out(self, skipped: list[tuple[str, str]]) -> None:
+        """Count what `take_skipped` said, and name each example the first time."""
+        for name, why in skipped:
+            if name not in self._named:
+                self._named.add(name)
+                logger.warning("left out %s: %s", name, why)
+            self.skipped[name] = self.skipped.get(name, 0) + 1
 
     def close(self) -> None:
         """End the loaders: none is left when this returns. A second call does nothing."""
@@ -258,10 +267,7 @@ class Feed:
         if found.error is not None:
             kind, sentence = found.error
             raise kind.__new__(kind, sentence)
-        for name, why in found.skipped:
-            if name not in self.skipped:
-                logger.warning("left out %s: %s", name, why)
-            self.skipped[name] = self.skipped.get(name, 0) + 1
+        self.leave_out(found.skipped)
         batch = to_device(found.batch, self._device)
         if self._finish is not None:
             batch = self._finish(batch)

@@ -26,7 +26,7 @@ from largebatch.records.schema import RunRecord, RunSpec
 from largebatch.tasks.task import Task
 from largebatch.train.checkpoint import Checkpoints, save_weights
 from largebatch.train.evaluate import goal_batches, held_out, mean_loss
-from largebatch.train.feed import Feed
+from largebatch.train.feed import Feed, SkippingSplit
 from largebatch.train.progress import Progress, StepCallback
 from largebatch.train.run_lines import MeasuredRows, RunLines
 from largebatch.train.spread import Execution, Spread
@@ -245,6 +245,8 @@ class Run:
         if not last and epoch <= (progress.epochs[-1]["epoch"] if progress.epochs else 0):
             return False
         error, held_out_loss = held_out(self.task, self._spread, self.workers)
+        if isinstance(self.task.held_out, SkippingSplit):
+            self._feed.leave_out(self.task.held_out.take_skipped())
         epoch = len(progress.epochs) + 1 if last else epoch
         train_loss = progress.epoch_loss / progress.epoch_units
         row = {"epoch": float(epoch), "train_loss": train_loss, "error": error, "held_out_loss": held_out_loss}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar, overload
@@ -188,7 +190,8 @@ def joined(device: str | None = None) -> Generator[Workers]:
     rank, world_size, local_rank, local_size = _place()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
-        dist.init_process_group(backend)
+        with _ending_at_once():
+            dist.init_process_group(backend)
     except (RuntimeError, ValueError) as error:
         said = " ".join(str(error).split())
         if "EADDRINUSE" in said or "already in use" in said:
@@ -212,6 +215,20 @@ def joined(device: str | None = None) -> Generator[Workers]:
         yield replace(found, device=place)
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _ending_at_once() -> Generator[None]:
+    """Let SIGINT and SIGTERM end the process: Python's handlers wait for a call that waits for the other workers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _place() -> tuple[int, int, int, int]:
