@@ -4,7 +4,7 @@
     python scripts/write_log_tables.py --check    # exit 1 when one is not what its result.json says
 
 A marker is `<!-- table: NAME KIND -->` ... `<!-- end -->`, with KIND one of how, fronts, large, scales, conditioning,
-or one of runs/_goyal_tables.py.
+stamps, or one of runs/_goyal_tables.py.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def how(folder: Path) -> str:
     """Where the figures come from."""
     facts = json.loads((folder / "how.json").read_text())
-    seed = json.loads((folder / "result.json").read_text())["seed"]
+    result = json.loads((folder / "result.json").read_text())
+    seed = result["seed"] if "seed" in result else result["rows"][0]["setting"]["seed"]
+    seconds = result.get("seconds", facts["seconds"])
     return table(
         ["command", "commit", "hardware", "torch", "seed", "wall"],
         [[f"`{facts['command']}`", f"`{facts['commit']}`", facts["hardware"], facts["torch"], str(seed),
-          f"{facts['seconds']:.0f} s"]],
+          f"{seconds:.0f} s"]],
     )  # fmt: skip
 
 
@@ -117,6 +119,18 @@ def conditioning(folder: Path) -> str:
     return table(head, rows)
 
 
+def stamps(folder: Path) -> str:
+    """One row per fine-tune of Mask R-CNN: box and mask AP in percent, after training and before."""
+    rows = []
+    for row in json.loads((folder / "result.json").read_text())["rows"]:
+        aps = [f"{100 * row['trained'][ap]:.1f}" for ap in ("box_ap", "box_ap50", "mask_ap", "mask_ap50")]
+        untrained = " / ".join(f"{100 * row['untrained'][ap]:.1f}" for ap in ("box_ap", "mask_ap"))
+        rows.append([str(row["setting"]["batch"]), f"{row['lr']:g}", str(row["steps"]), *aps, untrained,
+                     f"{row['seconds']:.0f} s"])  # fmt: skip
+    head = ["batch", "lr", "steps", "box AP, %", "box AP50", "mask AP, %", "mask AP50", "untrained box / mask", "time"]
+    return table(head, rows)
+
+
 def ran(_: Path) -> str:
     """One row per hardware and torch: the experiments on record there."""
     found: dict[tuple[str, str], list[str]] = {}
@@ -130,6 +144,7 @@ def ran(_: Path) -> str:
 def written(text: str) -> str:
     """The page with every table made afresh."""
     kinds = {"how": how, "fronts": fronts, "large": large, "scales": scales, "conditioning": conditioning, "ran": ran}
+    kinds["stamps"] = stamps
     kinds |= GOYAL
     return MARKER.sub(lambda found: found[1] + "\n" + kinds[found[3]](ROOT / "runs" / found[2]) + "\n" + found[4], text)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = {
     "noise_scales_fashion_mnist": ("scales",), "conditioning_quadratic": ("conditioning",),
-    "goyal_curves": ("joined", "forecasts"),
+    "goyal_curves": ("joined", "forecasts"), "stamps_table3b": ("stamps",),
 }  # fmt: skip
 """Tables of runs that are no studies."""
 
