@@ -32,7 +32,8 @@ studies with the same seed leave the same bytes everywhere else. A number that i
 | `cells/KEY/evaluations.jsonl` | per evaluation `step`, `units`, `goal_loss`; per epoch the row of `RunRecord.epochs` |
 | `cells/KEY/attempts.jsonl` | when a process began and ended this run: proof that nothing finished is trained twice |
 | `cells/KEY/timing.json` | wall seconds of the run |
-| `cells/KEY/checkpoint.pt` | only while the run is under way; `checkpoint.pt.previous` is the one before it |
+| `cells/KEY/checkpoints/step-N/` | only while the run is under way; the newest two, `MANIFEST` has checksums |
+| `cells/KEY/skipped.json` | pictures that could not be read, with how often; only where there were any |
 | `budget.json` | only with `--budget`: the units it was worth at the measured speed |
 | `result.json` | the answer (`StudyResult` below) |
 | `moments.jsonl` | the moments log of your own training loop (below); `largebatch report FILE` draws it |
