@@ -52,7 +52,7 @@ def test_the_command_it_prints_stands_alone_on_standard_output(cli):
     words = out.split()
     assert words[0] == "torchrun" and out.count("\n") == 1
     assert {"--nnodes=8", "--nproc-per-node=8", "8192"} <= set(words)
-    assert "4 ghost batches of 32" in err and "32 at a time" in err
+    assert "microbatches each: 4" in err and "4 ghost batches of 32" in err and "32 at a time" in err
 
 
 def test_a_batch_beyond_the_elbow_is_told_and_nothing_is_promised_beyond_the_figures(cli):
@@ -123,7 +123,7 @@ def started(tmp_path, srun):
     """The script with stand-ins for SLURM's own commands; `ready` is a pipe on which the stand-in step says it runs."""
     for name, body in {
         "srun": srun,
-        "scontrol": f'if [ "$1" = show ]; then echo node1; echo node2; else echo "$@" >> {tmp_path}/requeued; fi',
+        "scontrol": f'if [ "$1" = show ]; then echo node1; echo node2; else echo "$@" $(ls saved) >> {tmp_path}/requeued; fi',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -139,7 +139,7 @@ def started(tmp_path, srun):
 def test_a_preempted_job_saves_and_queues_again(tmp_path, number):
     # The stand-in saves on SIGTERM as `largebatch train` does and ends with its code of a stopped run.
     srun = (
-        f"sleep 600 > /dev/null & nap=$!; trap 'echo saved > {tmp_path}/saved; kill $nap; exit 130' TERM; "
+        f"sleep 600 > /dev/null & nap=$!; trap 'sleep 0.3; echo saved > {tmp_path}/saved; kill $nap; exit 130' TERM; "
         'echo "$@"; wait $nap'
     )
     job = started(tmp_path, srun)
@@ -147,8 +147,7 @@ def test_a_preempted_job_saves_and_queues_again(tmp_path, number):
     assert "--rdzv-endpoint=node1:20077 --rdzv-id=77" in arguments and "--nnodes=2" in arguments
     job.send_signal(number)
     job.communicate(timeout=30)
-    assert (tmp_path / "saved").exists()
-    assert (tmp_path / "requeued").read_text() == "requeue 77\n"
+    assert (tmp_path / "requeued").read_text() == "requeue 77 saved\n"  # and not before it was saved
 
 
 @pytest.mark.parametrize("code", [0, 3])
