@@ -123,7 +123,7 @@ def started(tmp_path, srun):
     """The script with stand-ins for SLURM's own commands; `ready` is a pipe on which the stand-in step says it runs."""
     for name, body in {
         "srun": srun,
-        "scontrol": f'if [ "$1" = show ]; then echo node1; echo node2; else echo "$@" $(ls saved) >> {tmp_path}/requeued; fi',
+        "scontrol": '[ "$1" = show ] && echo node1 && echo node2 || echo "$@" $(ls saved) >> requeued',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)

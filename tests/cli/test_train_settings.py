@@ -54,3 +54,13 @@ def test_a_layout_that_cannot_keep_it_is_said(task, tmp_path, capsys):
 def test_a_task_without_a_backbone_takes_none(task, tmp_path, capsys):
     assert run(["train", str(task), "--backbone", str(tmp_path / "model.pt")]) == 2
     assert "takes no backbone" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_dry_run_prints_the_full_size_run_without_its_data(tmp_path, monkeypatch, capsys):
+    """Goyal 2017, sec. 5.1: 3.2 at 8192, 782 steps of warmup, 14,075 in all; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", "imagenet", "--batch", "8192", "--dry-run"]) == 0
+    out, said = capsys.readouterr()
+    assert "14075" in said and "782" in said and "3.2" in said and "23.74" in said
+    assert out.strip() == "largebatch train imagenet --data DIR --batch 8192"
+    assert list(tmp_path.iterdir()) == []

@@ -61,6 +61,11 @@ class Description:
         }  # fmt: skip
 
 
+def known_task(task: str, data: Path | None = None) -> Published:
+    """What is known of a task: of a full-size one without its data, of another from its data."""
+    return published(task) if data is None and task in PUBLISHED else of_task(load_task(task, data))
+
+
 def describe(
     known: Published, *, batch: int, gpus: int, images_per_second: float | None = None, given: str | None = None
 ) -> Description:
@@ -190,7 +195,7 @@ def recipe_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON on standard output.")] = False,
 ) -> None:
     """Print the resolved recipe and the command."""
-    known = published(task) if data is None and task in PUBLISHED else of_task(load_task(task, data))
+    known = known_task(task, data)
     recipe = known.recipe
     local = local_batch or recipe.batchnorm_n or known.microbatch or recipe.reference_batch
     typed = task if task.endswith(".py") else None

@@ -16,6 +16,7 @@ import torch
 import typer
 
 from largebatch.cli.output import StudyProgress, console, print_table, say_stopped, write_stdout
+from largebatch.cli.recipe import describe, known_task, print_description
 from largebatch.errors import ConfigError, DivergedError, LargebatchError
 from largebatch.noise.monitor import NoiseScaleMonitor
 from largebatch.recipe.recipe import Recipe
@@ -56,6 +57,9 @@ def train_command(
         typer.Option(min=1, help="Units in one worker's forward/backward, at most. [default: an eighth of the batch]"),
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate. [default: the linear rule]")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the run in full, as `largebatch recipe` does, and train nothing.")
+    ] = False,
     epochs: Annotated[
         int | None,
         typer.Option(min=1, help="Passes over the data; warmup and decays move with it. [default: the task's]"),
@@ -102,6 +106,9 @@ def train_command(
 ) -> None:
     """Train, print the resolved recipe, the errors and the noise scale."""
     with _said_once(), joined(device) as workers, _in_one_voice(workers):
+        if dry_run:
+            workers.agree(lambda: _describe(task, data, batch, workers))
+            return
         torch.set_num_threads(1)  # the bits of a run do not depend on how many cores there are
         loaded = workers.all_or_none(lambda: _loaded(task, data, backbone, epochs))
         size = batch or loaded.recipe.reference_batch
@@ -140,6 +147,13 @@ def train_command(
             )
         if workers.is_first:
             _report(record, folder)
+
+
+def _describe(task: str, data: Path | None, batch: int | None, workers: Workers) -> None:
+    known = known_task(task, data)
+    size = batch or known.recipe.reference_batch
+    typed = task if task.endswith(".py") else None
+    print_description(describe(known, batch=size, gpus=workers.world_size, given=typed))
 
 
 def _loaded(task: str, data: Path | None, backbone: Path | None, epochs: int | None) -> Task:
