@@ -55,8 +55,8 @@ TASKS: dict[str, tuple[str, Callable[..., Task]]] = {
         "class folders of photographs, ResNet-50 at 224 pixels: the paper's hour",
         partial(_imagenet, model="resnet50"),
     ),
-    "imagenet-resnet18": ("the same with ResNet-18", partial(_imagenet, model="resnet18")),
-    "imagenet-resnet101": ("the same with ResNet-101", partial(_imagenet, model="resnet101")),
+    "imagenet-resnet18": ("the same with the smaller ResNet-18", partial(_imagenet, model="resnet18")),
+    "imagenet-resnet101": ("the same with the larger ResNet-101", partial(_imagenet, model="resnet101")),
     "mnist": ("real digits of 28x28 pixels, all 70,000 or 10,000 of them, a small CNN: minutes", _mnist),
     "stamps": ("1,900 photographs with stamps pasted on, boxes and masks, a small Mask R-CNN: half an hour", _stamps),
 }
