@@ -52,7 +52,8 @@ def test_the_command_it_prints_stands_alone_on_standard_output(cli):
     words = out.split()
     assert words[0] == "torchrun" and out.count("\n") == 1
     assert {"--nnodes=8", "--nproc-per-node=8", "8192"} <= set(words)
-    assert "microbatches each: 4" in err and "4 ghost batches of 32" in err and "32 at a time" in err
+    assert json.loads(cli("imagenet", "--gpus", 64, "--local-batch", 128, "--json")[1])["microbatch"] == 32
+    assert "4 ghost batches of 32" in err and "32 at a time" in err
 
 
 def test_a_batch_beyond_the_elbow_is_told_and_nothing_is_promised_beyond_the_figures(cli):

@@ -273,8 +273,8 @@ PROGRAM = """
         signal.signal(signal.SIGTERM, lambda *_: caught.append(1))
     feed = Feed(linear_task(), seed=0, batch=8, microbatch=4, start=0, device=torch.device("cpu"), loaders=2)
     feed.step()
-    print(*(process.pid for process in feed._processes), flush=True)
     try:
+        print(*(process.pid for process in feed._processes), flush=True)
         sys.stdin.readline()
         for _ in range(40):
             feed.step()
