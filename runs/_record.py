@@ -45,11 +45,12 @@ def record_study(name: str, arguments: list[str]) -> None:
         picture = ROOT / "largebatch-out" / f"{name}-report"
         shutil.copytree(out / "figures", picture / "figures", dirs_exist_ok=True)
         shutil.copy(out / "report.html", picture / "report.html")
+    cores = len(os.sched_getaffinity(0))
     how = {
         "command": f"python runs/{name}.py",
         "study": "largebatch study " + " ".join(arguments),
         "commit": commit.stdout.strip(),
-        "hardware": f"{len(os.sched_getaffinity(0))} cores of {cpu_name()}, no GPU",
+        "hardware": f"{cores} core{'s' * (cores > 1)} of {cpu_name()}, no GPU",
         "torch": torch.__version__,
         "seconds": round(seconds, 1),
     }

@@ -17,10 +17,11 @@ def record_result(name: str, result: dict[str, Any], *, started: float) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     folder = ROOT / "runs" / name
     folder.mkdir(exist_ok=True)
+    cores = len(os.sched_getaffinity(0))
     how = {
         "command": f"python runs/{name}.py",
         "commit": commit.stdout.strip(),
-        "hardware": f"{len(os.sched_getaffinity(0))} cores of {cpu_name()}, no GPU",
+        "hardware": f"{cores} core{'s' * (cores > 1)} of {cpu_name()}, no GPU",
         "torch": torch.__version__,
         "seconds": round(time.perf_counter() - started, 1),
     }

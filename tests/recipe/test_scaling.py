@@ -158,6 +158,14 @@ def test_going_to_a_batch_by_way_of_another_changes_nothing(rule: str, lr: float
 betas_then_k = st.tuples(st.floats(0.5, 0.999), st.floats(0.5, 0.9999), st.floats(0.05, 1.9))
 
 
+@pytest.mark.parametrize("rule", ["malladi", "marek"])
+@pytest.mark.parametrize("k", [0.5, 32.0])
+def test_a_second_moment_without_memory_has_none_to_keep(rule: str, k: float):
+    with pytest.raises(ConfigError, match=r"beta2 of 0 remembers nothing.*adam_rule='none'"):
+        scaled_adam(rule, (0.9, 0.0), 1e-8, k)
+    assert scaled_adam("none", (0.9, 0.0), 1e-8, k) == ((0.9, 0.0), 1e-8)
+
+
 @given(betas_then_k, st.floats(1e-12, 1e-2), st.floats(1e-3, 1e3))
 def test_malladi_keeps_what_adam_does_with_each_unit_of_noise(numbers, eps: float, noise_std: float):
     # Malladi 2022: lr sqrt(k) and eps / sqrt(k) leave the spread added by each unit as it is, 1 - beta times k the

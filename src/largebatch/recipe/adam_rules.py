@@ -42,7 +42,7 @@ def malladi(betas: Betas, eps: float, k: float) -> tuple[Betas, float]:
     >>> round(beta1, 12), round(beta2, 12), eps
     (0.6, 0.96, 5e-09)
 
-    Source: Malladi 2022, sec. 5, Adam scaling rule (RMSprop where beta1 is 0).
+    Source: Malladi 2022, Adam scaling rule (RMSprop where beta1 is 0).
     """
     first = 0.0 if betas[0] == 0 else _same_horizon("beta1", betas[0], k)
     return (first, _same_horizon("beta2", betas[1], k)), eps / math.sqrt(k)
@@ -87,7 +87,7 @@ ADAM_RULES: dict[str, AdamRule] = {"malladi": malladi, "marek": marek, "none": u
 """The rules a recipe can name."""
 
 ADAM_SOURCES: dict[str, str] = {
-    "malladi": "Malladi 2022, sec. 5, Adam scaling rule",
+    "malladi": "Malladi 2022, Adam scaling rule",
     "marek": "Marek 2025, half-life of the second moment",
     "none": "as tuned",
 }
@@ -114,7 +114,14 @@ def scaled_adam(rule: str, betas: Betas, eps: float, k: float) -> tuple[Betas, f
     check_adam(betas, eps)
     if not (k > 0 and math.isfinite(k)):
         raise ConfigError(f"k is the batch over the reference batch, a finite number above 0; got {k!r}.")
-    return (betas, eps) if k == 1 else ADAM_RULES[rule](betas, eps, k)
+    if k == 1 or rule == "none":
+        return betas, eps
+    if betas[1] == 0:
+        raise ConfigError(
+            f"beta2 of 0 remembers nothing, so there is no memory to keep at {k:g} times the reference batch. Use "
+            "adam_rule='none', or a beta2 above 0."
+        )
+    return ADAM_RULES[rule](betas, eps, k)
 
 
 def half_life(beta: float, batch: int) -> float:

@@ -149,7 +149,7 @@ def _schedule_rows(recipe: Baseline, resolved: ResolvedRecipe) -> list[Row]:
         ]
     after = resolved.warmup_steps
     shape, source = {
-        "cosine": (f"half a cosine from step {after}, where the warmup is over", "Loshchilov 2017; He 2019, sec. 5.1"),
+        "cosine": (f"half a cosine from step {after}, where the warmup is over", "Loshchilov 2017; He 2019"),
         "linear": (f"a line from step {after}, where the warmup is over", "Devlin 2019, sec. A.2"),
         "wsd": (f"level, then a line over the last {recipe.decay_fraction:g} of the run", "Hu 2024; Hägele 2024"),
     }[recipe.schedule]

@@ -128,7 +128,7 @@ def warmed_up(
     >>> [round(schedule.lr_at(step), 6) for step in (0, 2, 4, 8)]
     [0.1, 0.3, 0.5, 0.5]
 
-    Source: Goyal 2017, sec. 2.2; He 2019, sec. 5.1, for a cosine that spans the steps after the warmup.
+    Source: Goyal 2017, sec. 2.2; He 2019 for a cosine that spans the steps after the warmup.
     """
     check_warmup(warmup)
     if warmup_steps < 0:
