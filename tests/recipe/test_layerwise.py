@@ -126,6 +126,28 @@ def test_where_a_norm_is_0_the_ratio_is_1(decay: float):
     assert torch.equal(still.detach(), torch.ones(3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_lamb_moves_half_precision_weights_as_float32_ones_and_goes_on_from_its_state(dtype):
+    """Gradients of 300: their square is beyond float16. You 2019, Algorithm 2, in float32 and once rounded a step."""
+    start = torch.tensor([1.0, -2.0, 0.5, 4.0])
+    grads = [torch.tensor([300.0, -300.0, 150.0, 75.0]) * scale for scale in (1.0, -0.5, 2.0, 1.0)]
+    halves, wide = nn.Parameter(start.to(dtype)), nn.Parameter(start.clone())
+    optimizers = [LAMB([weights], lr=0.05, weight_decay=0.01) for weights in (halves, wide)]
+    for number, grad in enumerate(grads):
+        for weights, optimizer in zip((halves, wide), optimizers, strict=True):
+            weights.grad = grad.to(weights.dtype)
+            optimizer.step()
+        if number == 1:  # goes on from a copy of its state
+            saved = copy.deepcopy(optimizers[0].state_dict())
+            optimizers[0] = LAMB([halves], lr=0.05, weight_decay=0.01)
+            optimizers[0].load_state_dict(saved)
+            assert torch.equal(optimizers[0].state[halves]["second_moment"], saved["state"][0]["second_moment"])
+    assert optimizers[0].state[halves]["second_moment"].dtype == torch.float32
+    rounding = 4 * torch.finfo(dtype).eps  # one a step
+    np.testing.assert_allclose(halves.detach().float(), wide.detach(), rtol=2 * rounding, atol=rounding)
+    assert not torch.equal(halves.detach().float(), start)
+
+
 @pytest.mark.parametrize("make", [LARS, LAMB])
 def test_norms_of_half_precision_do_not_overflow(make):
     weight = nn.Parameter(torch.full((4096,), 300.0, dtype=torch.float16))  # 300^2 is beyond float16

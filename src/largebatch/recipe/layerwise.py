@@ -173,7 +173,10 @@ class LAMB(Optimizer):
                 if not state:
                     state["num_steps"] = 0
                     for moment in ("first_moment", "second_moment"):
-                        state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                        state[moment] = torch.zeros_like(
+                            parameter, dtype=_wide(parameter), memory_format=torch.preserve_format
+                        )
+                grad = grad.to(_wide(parameter))
                 state["num_steps"] += 1
                 first, second = state["first_moment"], state["second_moment"]
                 first.mul_(beta1).add_(grad, alpha=1 - beta1)
@@ -187,6 +190,18 @@ class LAMB(Optimizer):
                     update.mul_(_or_1(length / stride, where=(length > 0) & (stride > 0)))
                 parameter.sub_(update, alpha=group["lr"])
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave; the moments of half-precision weights keep their float32."""
+        super().load_state_dict(state_dict)  # which casts them to the dtype of the weights
+        saved_ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for key, parameter in zip(saved_ids, parameters, strict=True):
+            saved = state_dict["state"].get(key, {})
+            for moment in ("first_moment", "second_moment"):
+                if moment in saved and parameter.dtype != _wide(parameter):
+                    wide = saved[moment].to(device=parameter.device, dtype=_wide(parameter), copy=True)
+                    self.state[parameter][moment] = wide
 
 
 def check_betas(betas: tuple[float, float]) -> None:
@@ -219,9 +234,12 @@ def _check_squares(parameter: Tensor) -> None:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    # Squares of half precision overflow above 256: at least float32. Of a sharded parameter, the norm of the whole.
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    return torch.linalg.vector_norm(tensor, dtype=wide)
+    return torch.linalg.vector_norm(tensor, dtype=_wide(tensor))  # of a sharded parameter, the norm of the whole
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """At least float32: squares of half precision overflow above 256."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _or_1(ratio: Tensor, *, where: Tensor) -> Tensor:

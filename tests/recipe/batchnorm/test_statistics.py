@@ -213,6 +213,36 @@ def test_a_failure_on_one_worker_reaches_all_and_nothing_hangs():
         on_workers(2, fail_on_one)
 
 
+def uneven_group(rank: int, counts: list[int]) -> str:
+    torch.manual_seed(0)
+    model = batchnorm_over(
+        nn.Sequential(nn.BatchNorm1d(3)), 4 * len(counts), local_batch=4, world_size=len(counts), rank=rank
+    )
+    before = model[0].running_mean.clone()
+    try:
+        recompute_statistics(model, [torch.randn(4, 3) for _ in range(counts[rank])])
+    except ConfigError as error:
+        assert torch.equal(model[0].running_mean, before)
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.parametrize("counts", [[2, 3], [3, 2, 3, 3], [0, 1]])
+def test_uneven_shares_of_a_group_layer_are_one_error_everywhere_and_no_hang(counts):
+    ended, least = counts.index(min(counts)), min(counts)
+    found = on_workers(len(counts), uneven_group, counts, seconds=40.0)
+    assert all(f"worker {ended} ended after {least}," in said for said in found), found
+    assert on_workers(2, uneven_group, [2, 2]) == ["fine", "fine"]
+
+
+def test_values_that_are_not_finite_change_nothing():
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    before = model[0].running_mean.clone()
+    with pytest.raises(ConfigError, match="not all finite"):
+        recompute_statistics(model, [torch.tensor([[1.0, 2.0], [float("nan"), 3.0]])])
+    assert torch.equal(model[0].running_mean, before)
+
+
 def averaged(rank: int, group_size: int) -> list[float]:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(2).half())
     with torch.no_grad():

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.errors import ConfigError
 from largebatch.recipe.batchnorm.convert import is_frozen
+from largebatch.recipe.batchnorm.group import GroupBatchNorm
 from largebatch.recipe.batchnorm.normalise import BatchNorm
 
 
@@ -39,7 +40,8 @@ def recompute_statistics(
     batch made the runs of n. Sums over batches and workers are in float64. Weights, gradients, modes, the count of
     batches, and the random states of torch, numpy and Python stay as they were; after an error the statistics too.
 
-    Every worker of the group calls it, each with its own share of the batches, and all get the same statistics.
+    Every worker of the group calls it, each with its own share of the batches, and all get the same statistics. Shares
+    may be uneven, but not where batch norm goes over a group of workers, who need each other in every forward.
 
     Args:
         model: a frozen layer (see `batchnorm_over`) keeps its statistics; so does one that no batch reaches. Of a DDP
@@ -50,7 +52,8 @@ def recompute_statistics(
         group: the workers that share the work; None for all of the job.
 
     Raises:
-        ConfigError: there is no layer to recompute, or too few batches, here or on another worker.
+        ConfigError: there is no layer to recompute; too few batches, here or on another worker; values that are not
+            finite; or shares of several lengths where a layer is a GroupBatchNorm.
 
     >>> model = nn.Sequential(nn.BatchNorm1d(1))
     >>> recompute_statistics(model, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])])
@@ -71,12 +74,18 @@ def recompute_statistics(
     moments = [_Moments(layer) for layer in layers]
     failure: Exception | None = None
     try:
-        _run(model, layers, moments, batches, num_batches)
+        _run(model, layers, moments, _in_step(batches, num_batches, layers, group), num_batches)
     except Exception as error:
         failure = error
     pooled = _pool(moments, failed=failure is not None, group=group)
     if failure is not None:
         raise failure
+    # The same on all workers, and nothing is written yet.
+    if not all(bool(torch.isfinite(mean).all() and torch.isfinite(var).all()) for _, mean, var in pooled):
+        raise ConfigError(
+            "a batch norm layer's inputs over these batches are not all finite, so their mean and variance are no "
+            "numbers. Nothing was changed; look at the batches, or at weights that diverged."
+        )
     for layer, (count, mean, var) in zip(layers, pooled, strict=True):
         if count:
             for buffer, value in zip(_statistics_of(layer), (mean, var), strict=True):
@@ -151,7 +160,7 @@ def _run(
             module.training = False
         for layer in layers:
             layer.training, layer.momentum = True, None  # a cumulative average: nobody takes it for training
-        for batch in islice(batches, num_batches):
+        for batch in batches:
             if isinstance(batch, Mapping):
                 inner(**batch)
             else:
@@ -159,6 +168,44 @@ def _run(
             num_run += 1
     if num_run < (num_batches or 1):
         raise ConfigError(f"the batches ended after {num_run}, and {num_batches or 'at least 1'} were asked for.")
+
+
+def _in_step(
+    batches: Iterable[Any], num_batches: int | None, layers: list[BatchNorm], group: dist.ProcessGroup | None
+) -> Generator[Any]:
+    """Each batch when all workers have one, where layers go over several: a lone forward would wait for the others."""
+    if not any(isinstance(layer, GroupBatchNorm) and dist.get_world_size(layer.group) > 1 for layer in layers):
+        yield from islice(batches, num_batches)
+        return
+    iterator, num_run, device = islice(batches, num_batches), 0, _statistics_of(layers[0])[0].device
+    while True:
+        failure: Exception | None = None
+        try:
+            batch = next(iterator, _END)
+        except Exception as error:
+            batch, failure = _END, error
+        own = torch.tensor([int(batch is not _END), int(failure is not None)], device=device)
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, own, group=group)
+        has_one, has_failed = torch.stack(found).bool().T.tolist()
+        if failure is not None:
+            raise failure
+        if any(has_failed):
+            raise ConfigError("another worker's batches ended in an error; its own says why. Nothing was changed.")
+        if not any(has_one):
+            return
+        if not all(has_one):
+            ended = [str(rank) for rank, has in enumerate(has_one) if not has]
+            raise ConfigError(
+                f"batch norm over several workers needs them all in every forward, and the batches of worker "
+                f"{', '.join(ended)} ended after {num_run}, where others have more. Give every worker as many batches, "
+                "or num_batches to stop at."
+            )
+        yield batch
+        num_run += 1
+
+
+_END = object()
 
 
 @contextmanager
