@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,7 @@ def keep(faults: frozenset[str], number: int, rank: int, *parts: Any) -> Any:
 
 
 @dataclass(kw_only=True)
-class Images:
+class Images(ABC):
     """What both image scripts make: the model, the loaders, and a monitor that the user has added."""
 
     flags: Flags
@@ -128,8 +129,8 @@ class Images:
             self.run()
         return watched
 
-    def run(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self) -> None: ...
 
 
 class TorchvisionLoop(Images):

@@ -3,7 +3,6 @@
 import dataclasses
 import gzip
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -169,19 +168,11 @@ def test_a_disk_that_takes_no_more_is_said_and_the_study_goes_on_later(tmp_path)
     assert [path.stat().st_mtime_ns for path in finished] == before, "finished cells are not trained again"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_real_full_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        command = [sys.executable, "-m", "largebatch.cli", "train", "digits", "--out", disk / "run"]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-        assert result.returncode == 2, result.stderr
-        assert "No space left on device" in result.stderr and "Traceback" not in result.stderr
-    finally:
-        subprocess.run(["umount", disk], check=True)
+def test_a_real_full_disk(tmp_path, small_disk):
+    command = [sys.executable, "-m", "largebatch.cli", "train", "digits", "--out", small_disk / "run"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert "No space left on device" in result.stderr and "Traceback" not in result.stderr
 
 
 def edited(task, old, new):

@@ -216,7 +216,7 @@ def _num_steps(dataloader: Any, epochs: int | None, accumulation: int) -> int | 
         return None
     try:
         return max(2, epochs * math.ceil(len(dataloader) / accumulation))
-    except (TypeError, NotImplementedError):  # an endless stream
+    except (TypeError, NotImplementedError):  # no length: an endless stream
         return None
 
 

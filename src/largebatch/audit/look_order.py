@@ -95,7 +95,7 @@ def _innermost(loader: Any) -> Any:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # torch's samplers raise either where there is no length
         return None
 
 

@@ -254,7 +254,7 @@ def _checked(device: str, local_rank: int) -> torch.device:
             torch.cuda.get_device_properties(place)
         elif place.type != "cpu":
             torch.empty(1, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # by kind of device, torch raises each
         said = " ".join(str(error).split())
         raise ConfigError(
             f"device {device!r} cannot be used: {said[:150]} Use --device cpu, or leave it out."
