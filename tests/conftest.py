@@ -62,6 +62,16 @@ def pytest_make_collect_report() -> Iterator[None]:
     return report
 
 
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """Lightning, Accelerate and transformers leave MASTER_PORT, LOCAL_RANK and more: not for the next test."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository's root."""

@@ -145,6 +145,8 @@ def _work(rank: int, world_size: int, port: int, arguments: list[str], log: Path
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
     if world_size > 1:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),

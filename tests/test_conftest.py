@@ -1,6 +1,8 @@
-"""Does a skip in CI fail, and only there?"""
+"""Does a skip in CI fail, and only there? Does a test leave the environment as it was?"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 from tests.conftest import ALLOWED_SKIPS_IN_CI, forbid_skip
@@ -30,3 +32,9 @@ def test_a_skip_elsewhere_stays_a_skip():
     report = skipped_report("Skipped: no Chromium here")
     forbid_skip(report, in_ci=False)
     assert report.skipped
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_what_one_test_leaves_in_the_environment_no_other_finds(attempt):
+    assert "LEFT_BEHIND_BY_A_TEST" not in os.environ
+    os.environ["LEFT_BEHIND_BY_A_TEST"] = str(attempt)

@@ -247,6 +247,13 @@ def test_an_environment_that_is_no_place_in_a_job(alone, task, tmp_path, monkeyp
     refused(alone(task, "--out", tmp_path / "out"), *words)
 
 
+def test_an_address_that_something_left_behind_makes_no_job(alone, task, tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    codes, _ = alone(task, "--out", tmp_path / "out")
+    assert codes == [0]
+
+
 def test_a_port_in_use(alone, task, tmp_path, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

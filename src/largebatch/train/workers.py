@@ -177,14 +177,16 @@ def joined(device: str | None = None) -> Generator[Workers]:
     ...     workers.rank, workers.world_size
     (0, 1)
     """
+    # An address alone says nothing of a job: many a shell and many a library leaves MASTER_PORT behind.
     given = [name for name in _PLACE if name in os.environ]
-    if given and len(given) < len(_PLACE):
+    started = any(name in given for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if started and len(given) < len(_PLACE):
         missing = ", ".join(name for name in _PLACE if name not in os.environ)
         raise ConfigError(
             f"{', '.join(given)} is set in the environment and {missing} is not, so that this worker's place is not "
             "known. Start the job by torchrun, or unset them all for one worker."
         )
-    if not given:
+    if not started:
         yield Workers(device=_checked(device or ("cuda" if torch.cuda.is_available() else "cpu"), 0))
         return
     rank, world_size, local_rank, local_size = _place()
