@@ -1,0 +1,296 @@
+"""Which rank was lost? Those that live answer a roll call, and all agree on one verdict.
+
+A rank that notices cannot know: it may wait for one that itself waits for the lost one. So it raises an alarm in the
+job's store. A thread of every rank watches for it and answers with what its rank waits for. A rank that does not answer
+is lost. If all answer, the waits are followed from rank to rank, to the one that waits for nobody: it hangs outside the
+all-reduce. The first verdict in the store is everyone's.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from largebatch.parallel.transport import PeerLostError, Pending, Transport
+
+PATIENCE = 0.7
+"""Share of the timeout that a rank waits for a message before it raises the alarm."""
+GRACE = 0.2
+"""Share of the timeout that ranks have to answer."""
+_ALARM, _VERDICT, _HERE = "largebatch/alarm", "largebatch/verdict", "largebatch/here"
+
+
+class Store(Protocol):
+    """What we need of torch's stores."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are there; returns at once."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there."""
+        ...
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        ...
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Write `value` if the key holds `expected`, which "" is where there is none; what it holds then."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alarm:
+    """What the first rank to notice saw."""
+
+    by: int
+    """That rank."""
+    suspects: tuple[int, ...]
+    """The rank it waited for; several where a collective does not tell."""
+    phase: str
+    """What it was doing."""
+    said: str
+    """What its transport said."""
+    is_gone: bool
+    """Whether the connection ended, instead of staying silent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """What one lane of a rank waits for."""
+
+    ranks: tuple[int, ...]
+    phase: str
+    since: float
+    """Of that rank's own clock."""
+
+
+def judge(alarm: Alarm, answers: Mapping[int, Sequence[Wait]], ranks: Sequence[int]) -> tuple[int, str]:
+    """The lost rank and the phase it was lost in, from what the ranks that live answered.
+
+    Args:
+        alarm: who noticed what.
+        answers: of each rank that answered, its waits, the oldest first.
+        ranks: all of them.
+
+    >>> alarm = Alarm(by=0, suspects=(3,), phase="step 2", said="no message", is_gone=False)
+    >>> waits = {0: [Wait(ranks=(3,), phase="step 2", since=0)], 3: [Wait(ranks=(2,), phase="step 1", since=0)], 1: []}
+    >>> judge(alarm, waits, range(4))  # rank 3 only waits for rank 2, which is silent
+    (2, 'step 1')
+    """
+    missing = [rank for rank in ranks if rank not in answers]
+    if missing:
+        lost = next((rank for rank in missing if rank in alarm.suspects), missing[0])
+        return lost, _phase_of(lost, alarm, answers)
+    lost, seen = alarm.suspects[0], set[int]()
+    if len(alarm.suspects) > 1:
+        lost = next((rank for rank in alarm.suspects if not answers[rank]), lost)
+    while answers[lost] and lost not in seen:
+        seen.add(lost)
+        lost = answers[lost][0].ranks[0]
+    return lost, _phase_of(lost, alarm, answers)
+
+
+def _phase_of(lost: int, alarm: Alarm, answers: Mapping[int, Sequence[Wait]]) -> str:
+    if lost in alarm.suspects:
+        return alarm.phase
+    found = (wait.phase for waits in answers.values() for wait in waits if lost in wait.ranks)
+    return next(found, alarm.phase)
+
+
+class RollCall:
+    """A thread that answers for this rank, and hears of the verdict."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: float,
+        on_lost: Callable[[PeerLostError], None],
+    ) -> None:
+        """Start to watch.
+
+        Args:
+            store: of the job, under a prefix that no other roll call uses.
+            rank: this rank.
+            ranks: all that take part, in the numbering of the whole job.
+            timeout: seconds in which all of it is to be decided, the waiting for a message included.
+            on_lost: called once, with the verdict, in a thread of ours.
+        """
+        self.patience = PATIENCE * timeout
+        """Seconds a message may take."""
+        self._store, self._rank, self._ranks, self._on_lost = store, rank, tuple(ranks), on_lost
+        self._grace, self._pause = GRACE * timeout, min(0.25, timeout / 50)
+        self._waits: dict[int, Wait] = {}
+        self._own: Alarm | None = None
+        self._closed, self._decided, self._lock = threading.Event(), threading.Event(), threading.Lock()
+        self._woken = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="largebatch-roll-call", daemon=True)
+        self._thread.start()
+
+    def waits(self, lane: int, ranks: tuple[int, ...], phase: str) -> None:
+        """Note that a lane begins to wait."""
+        self._waits[lane] = Wait(ranks=ranks, phase=phase, since=time.monotonic())
+
+    def waited(self, lane: int) -> float:
+        """Seconds that a lane's wait under way has lasted; 0 where it waits for nothing."""
+        wait = self._waits.get(lane)
+        return 0.0 if wait is None else time.monotonic() - wait.since
+
+    def goes_on(self, lane: int) -> None:
+        """Note that it waits no more."""
+        self._waits.pop(lane, None)
+
+    def alarm(self, suspects: tuple[int, ...], phase: str, said: str, *, is_gone: bool) -> None:
+        """Have all ranks find out who was lost; returns when they have, or when the store is silent too."""
+        self._own = Alarm(by=self._rank, suspects=suspects, phase=phase, said=said, is_gone=is_gone)
+        self._woken.set()
+        if not self._decided.wait(1.4 * self._grace):
+            self._decide(self._without_store("does not answer"))
+
+    def confess(self, phase: str, error: BaseException) -> None:
+        """Tell the others that this rank raised an error of its own and takes part no more."""
+        said = f"it raised {type(error).__name__}: {error}"
+        verdict = json.dumps({"rank": self._rank, "phase": phase, "said": said})
+
+        def tell() -> None:
+            self._store.compare_set(_VERDICT, "", verdict)
+            self._store.compare_set(_ALARM, "", json.dumps(asdict(self._alarm_of(phase, said))))
+
+        thread = threading.Thread(target=_quietly(tell), daemon=True)  # a store that hangs is not to hold up the error
+        thread.start()
+        thread.join(self._grace)
+        self.close()
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._closed.set()
+        self._woken.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(self._grace)
+
+    def _alarm_of(self, phase: str, said: str) -> Alarm:
+        return Alarm(by=self._rank, suspects=(self._rank,), phase=phase, said=said, is_gone=True)
+
+    def _watch(self) -> None:
+        try:
+            while not self._closed.is_set():
+                if self._own is not None:
+                    self._store.compare_set(_ALARM, "", json.dumps(asdict(self._own)))
+                if self._store.check([_ALARM]):
+                    self._decide(self._call_roll())
+                    return
+                self._woken.wait(self._pause)
+                if self._own is None:
+                    self._woken.clear()
+        except (RuntimeError, OSError) as error:  # torch's DistError: the store's host is gone
+            if not self._closed.is_set():
+                self._decide(self._without_store(f"said {str(error).splitlines()[0][:200]!r}"))
+
+    def _call_roll(self) -> PeerLostError:
+        waits = sorted(self._waits.copy().values(), key=lambda wait: wait.since)
+        self._store.set(f"{_HERE}/{self._rank}", json.dumps([asdict(wait) for wait in waits]))
+        alarm = _alarm(self._store.get(_ALARM))
+        started = time.monotonic()
+        while not self._store.check([_VERDICT]):
+            here = {rank for rank in self._ranks if self._store.check([f"{_HERE}/{rank}"])}
+            waited = time.monotonic() - started
+            missing = set(self._ranks) - here
+            known = missing <= set(alarm.suspects) and alarm.is_gone and waited > self._grace / 3
+            if not missing or known or waited > self._grace:
+                answers = {rank: _waits(self._store.get(f"{_HERE}/{rank}")) for rank in here}
+                rank, phase = judge(alarm, answers, self._ranks)
+                said = f"rank {alarm.by} said: {alarm.said}" + (
+                    f"; it did not answer within {waited:.2g} s" if missing else "; it lives, and takes no part"
+                )
+                self._store.compare_set(_VERDICT, "", json.dumps({"rank": rank, "phase": phase, "said": said}))
+                break
+            time.sleep(self._pause / 4)
+        return PeerLostError(**json.loads(self._store.get(_VERDICT)))
+
+    def _without_store(self, what: str) -> PeerLostError:
+        """The verdict of this rank alone: a store that is gone says that its host, that of rank 0, is."""
+        own, waits = self._own, list(self._waits.copy().values())
+        phase = own.phase if own is not None else waits[0].phase if waits else "none was under way here"
+        suspect = 0 if self._rank != 0 or own is None else own.suspects[0]
+        if own is not None and own.is_gone and len(own.suspects) == 1:
+            suspect = own.suspects[0]
+        return PeerLostError(suspect, phase, f"the job's store, which the host of rank 0 keeps, {what}")
+
+    def _decide(self, error: PeerLostError) -> None:
+        with self._lock:
+            if self._decided.is_set():
+                return
+            self._decided.set()
+        self._on_lost(error)
+
+
+def _alarm(text: bytes) -> Alarm:
+    found: dict[str, Any] = json.loads(text)
+    found["suspects"] = tuple(found["suspects"])
+    return Alarm(**found)
+
+
+def _waits(text: bytes) -> list[Wait]:
+    waits: list[dict[str, Any]] = json.loads(text)
+    return [Wait(ranks=tuple(wait["ranks"]), phase=wait["phase"], since=wait["since"]) for wait in waits]
+
+
+def _quietly(tell: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        try:
+            tell()
+        except (RuntimeError, OSError):
+            return  # the store is gone: nobody is left to tell
+
+    return run
+
+
+class Observed:
+    """A transport that tells the roll call what it waits for."""
+
+    def __init__(self, transport: Transport, roll: RollCall, lane: int, ranks: Sequence[int]) -> None:
+        """Of `transport`, in lane `lane`; `ranks` are its ranks in the numbering of the whole job."""
+        self._transport, self._roll, self._lane, self._ranks = transport, roll, lane, tuple(ranks)
+
+    @property
+    def rank(self) -> int:
+        """As the transport's."""
+        return self._transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """As the transport's."""
+        return self._transport.world_size
+
+    def send(self, values: Tensor, to: int, phase: str) -> Pending:
+        """As the transport does."""
+        return _ObservedPending(self._transport.send(values, to, phase), self._roll, self._lane, self._ranks[to], phase)
+
+    def receive(self, values: Tensor, source: int, phase: str) -> Pending:
+        """As the transport does."""
+        pending = self._transport.receive(values, source, phase)
+        return _ObservedPending(pending, self._roll, self._lane, self._ranks[source], phase)
+
+
+@dataclass(frozen=True, slots=True)
+class _ObservedPending:
+    pending: Pending
+    roll: RollCall
+    lane: int
+    rank: int
+    phase: str
+
+    def wait(self) -> None:
+        self.roll.waits(self.lane, (self.rank,), self.phase)
+        self.pending.wait()
+        self.roll.goes_on(self.lane)  # not after an error: what this rank waits for is its answer to the roll call
