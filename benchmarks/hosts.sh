@@ -9,7 +9,8 @@
 # A host is a network namespace with an interface eth0 at 10.77.0.(I+1), and lo. The switch is a bridge in a namespace of
 # its own, so nothing is seen by the machine's network, and hosts of different prefixes never meet although their
 # addresses are the same: PREFIX (default lb, at most 10 letters and digits) names them, PREFIX0, PREFIX1, ... and
-# PREFIXsw. `run` sets GLOO_SOCKET_IFNAME=eth0, so that gloo's ranks meet over the network.
+# PREFIXsw. On host I `run` gives a command the host name PREFIXI and GLOO_SOCKET_IFNAME=eth0, so that gloo's ranks meet
+# over the network and find out which of them share a host.
 #
 # RATE is enforced by a token bucket (tc tbf) at both ends of each cable. Its burst is 64 kB: after a pause the first
 # 64 kB pass at the machine's speed (0.5 ms of a gigabit link). The queue holds 50 ms; what comes beyond is dropped, as a
@@ -78,7 +79,8 @@ case ${1:-} in
         (($# >= 3)) || usage
         need "$2"
         export GLOO_SOCKET_IFNAME=eth0
-        exec ip netns exec "$prefix$2" "${@:3}"
+        exec ip netns exec "$prefix$2" unshare --uts \
+            sh -c 'echo "$0" >/proc/sys/kernel/hostname; exec "$@"' "$prefix$2" "${@:3}"
         ;;
     link)
         (($# == 3)) && [[ $3 == up || $3 == down ]] || usage
