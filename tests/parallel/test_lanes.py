@@ -203,18 +203,6 @@ def test_an_error_in_one_lane_ends_the_wait_for_all():
     never.set()
 
 
-def test_a_backward_that_ended_in_an_error_leaves_nothing_behind():
-    lanes, done = make_lanes(2), []
-    lanes.submit(1, lambda _: done.append("of the broken backward"))
-    lanes.submit(2, lambda _: done.append("never"))  # waits for 0, which never came
-    lanes.abandon()
-    for number in range(3):
-        lanes.submit(number, lambda _, number=number: done.append(number))
-    lanes.drain()
-    lanes.close()
-    assert sorted(map(str, done)) in (["0", "1", "2"], ["0", "1", "2", "of the broken backward"])
-
-
 def test_a_number_that_never_came_is_a_bug_of_ours_and_no_hang():
     lanes = make_lanes(1)
     lanes.submit(1, lambda _: None)

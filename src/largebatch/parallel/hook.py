@@ -100,8 +100,8 @@ class PipelinedAllreduce:
             for lane in range(concurrency)
         ]  # fmt: skip
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self._under_way = False
         hook: Any = lambda _, bucket: self._start(bucket)  # noqa: E731  (DDP refuses annotations that are strings)
+        hook.__name__ = "allreduce_hook"  # as torch calls what leaves the mean gradient; the noise scale monitor asks
         model.register_comm_hook(None, hook)
 
     def check(self) -> None:
@@ -111,12 +111,15 @@ class PipelinedAllreduce:
 
     def close(self) -> None:
         """End the threads and the process groups; the model can take no further backward with gradient sync."""
+        if not self._groups:
+            return
         self._roll.close()
         self._lanes.close()
         if self._lanes.error is None:  # a group with a lost peer may not end by itself: its process does
             for group in self._groups:
                 dist.destroy_process_group(group)
         self._groups = []
+        self._lanes.stop(ConfigError("the communication hook is closed. Wrap the model in a new DDP to go on."))
 
     def __enter__(self) -> PipelinedAllreduce:
         return self
@@ -135,8 +138,8 @@ class PipelinedAllreduce:
 
     def _start(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         values, number = bucket.buffer(), bucket.index()
-        if number == 0:
-            self._begin()
+        if number == 0:  # the first of a backward; DDP queues its own callback after the last
+            Variable._execution_engine.queue_callback(self._lanes.drain)  # pyright: ignore
         on_device = values.device.type == "cuda"
         done = torch.futures.Future[Tensor](devices=[values.device]) if on_device else torch.futures.Future[Tensor]()
         ready = torch.cuda.current_stream(values.device).record_event() if on_device else None
@@ -153,17 +156,6 @@ class PipelinedAllreduce:
 
         self._lanes.submit(number, work)
         return done
-
-    def _begin(self) -> None:
-        """Have the end of this backward wait for the lanes, before DDP looks at what they did."""
-        if self._under_way and self._lanes.error is None:
-            self._lanes.abandon()
-        self._under_way = True
-        Variable._execution_engine.queue_callback(self._end)  # pyright: ignore
-
-    def _end(self) -> None:
-        self._lanes.drain()
-        self._under_way = False
 
     def _reduce(self, lane: int, number: int, values: Tensor) -> None:
         if self._on_local_sq_norm is not None:

@@ -76,12 +76,6 @@ class Lanes:
             assert not self._waiting, f"all-reduce {missing} was never submitted, {sorted(self._waiting)} wait for it"
             self._next = list(range(len(self._next)))
 
-    def abandon(self) -> None:
-        """Forget what has not begun, wait for what has, and begin the next step: its backward ended in an error."""
-        with self._changed:
-            self._waiting.clear()
-        self.drain()
-
     def stop(self, error: BaseException) -> None:
         """Have `drain` raise `error`, now and ever after; the first call decides."""
         with self._changed:
