@@ -12,9 +12,9 @@
 # PREFIXsw. On host I `run` gives a command the host name PREFIXI and GLOO_SOCKET_IFNAME=eth0, so that gloo's ranks meet
 # over the network and find out which of them share a host.
 #
-# RATE is enforced by a token bucket (tc tbf) at both ends of each cable. Its burst is 128 kB, room for what TCP sends in one piece: after
-# a pause the first 128 kB pass at the speed of the machine (1 ms of a gigabit link). The queue holds 50 ms; what comes
-# beyond is dropped, as a switch does. There is no added latency: the kernel's netem is often missing.
+# RATE is enforced by a token bucket (tc tbf) at both ends of each cable. Its burst is 128 kB, room for what TCP sends in
+# one piece: after a pause the first 128 kB pass at the speed of the machine (1 ms of a gigabit link). The queue holds
+# 50 ms; what comes beyond is dropped, as a switch does. There is no added latency: the kernel's netem is often missing.
 #
 # It needs root, ip and tc (apt-get install iproute2). Exit codes: 0 done, 1 asked for what cannot be, 2 not on this
 # machine (one sentence says why).
