@@ -1,0 +1,79 @@
+"""What number is meant by "50gbit", "20us" or "25MB"? One sentence where none is."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from largebatch.errors import ConfigError
+
+_NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zA-Z/%]*)\s*", re.IGNORECASE)
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_BYTES_PER_SECOND = {
+    "kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "tbit": 125e9, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9, "tb/s": 1e12,
+}  # fmt: skip
+_BYTES = {"b": 1.0, "kb": 2.0**10, "mb": 2.0**20, "gb": 2.0**30}
+
+
+def seconds(text: str, name: str) -> float:
+    """Seconds of a text such as "120ms" or "20us"; `name` is who asks.
+
+    >>> seconds("120ms", "--backward")
+    0.12
+    """
+    return _quantity(text, name, _SECONDS, "a time such as 120ms, 20us or 0.2s")
+
+
+def bytes_per_second(text: str, name: str) -> float:
+    """Bytes a second of a text such as "50gbit" or "6.25GB/s"; kilo is 1,000.
+
+    >>> bytes_per_second("50gbit", "--network")
+    6250000000.0
+    """
+    rates = _quantity(text, name, _BYTES_PER_SECOND, "a bandwidth such as 50gbit, 800mbit or 6.25GB/s")
+    if rates <= 0:
+        raise ConfigError(f"{name} is a bandwidth above 0; got {text!r}.")
+    return rates
+
+
+def num_bytes(text: str, name: str) -> float:
+    """Bytes of a text such as "25MB"; kilo is 1,024, as in DistributedDataParallel's buckets.
+
+    >>> num_bytes("25MB", "--bucket") == 25 * 2**20
+    True
+    """
+    return _quantity(text, name, _BYTES, "a size such as 25MB or 512KB")
+
+
+def share(text: str, name: str) -> float:
+    """A part of one, of a text such as "9%" or "0.09".
+
+    >>> share("9%", "--jitter")
+    0.09
+    """
+    return _quantity(text, name, {"%": 0.01, "": 1.0}, "a part such as 9% or 0.09")
+
+
+def counts(text: str, name: str) -> list[int]:
+    """Whole numbers of 1 or more, ascending, of a text such as "8,64,256".
+
+    >>> counts("256,8", "--gpus")
+    [8, 256]
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{name} is a list of whole numbers of 1 or more, such as 8,64,256; got {text!r}.")
+    return sorted({int(part) for part in parts})
+
+
+def _quantity(text: str, name: str, units: dict[str, float], example: str) -> float:
+    match = _NUMBER.fullmatch(text.replace("µ", "u"))
+    if match is None or match[2].lower() not in units:
+        raise ConfigError(f"{name} is {example}; got {text!r}.")
+    try:
+        value = float(match[1])
+    except ValueError:
+        raise ConfigError(f"{name} is {example}; got {text!r}.") from None
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} is {example}; got {text!r}.")
+    return float(f"{value * units[match[2].lower()]:.12g}")
