@@ -16,7 +16,6 @@ hook's future arrives as a bare RuntimeError. Nothing is patched.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -32,7 +31,7 @@ from largebatch.errors import ConfigError
 from largebatch.parallel.algorithms import NAMES
 from largebatch.parallel.group_transport import GroupTransport
 from largebatch.parallel.lanes import Lanes
-from largebatch.parallel.lost import PATIENCE, Observed, RollCall
+from largebatch.parallel.lost import PATIENCE, Observed, RollCall, said_by
 from largebatch.parallel.routes import BACKEND, Route, UnreachedError
 from largebatch.parallel.topology import Topology, find_topology
 from largebatch.parallel.transport import PeerLostError
@@ -172,7 +171,7 @@ class PipelinedAllreduce:
         """In a lane's thread: find out with the others who was lost, or tell them that it is this rank."""
         if isinstance(error, PeerLostError):
             is_gone = self._roll.waited(lane) < 0.9 * self._roll.patience
-            self._roll.alarm((error.rank,), error.phase, _said(error), is_gone=is_gone)
+            self._roll.alarm((error.rank,), error.phase, said_by(error), is_gone=is_gone)
         elif isinstance(error, UnreachedError):
             self._roll.alarm(error.suspects, error.phase, error.said, is_gone=error.is_gone)
         else:
@@ -261,9 +260,3 @@ def _sq_norm(values: Tensor) -> Tensor:
         wide = chunk if chunk.dtype in (torch.float32, torch.float64) else chunk.float()
         total += torch.dot(wide, wide)
     return total
-
-
-def _said(error: PeerLostError) -> str:
-    """What the transport said, without the place in gloo's source."""
-    said = str(error).split(" of an all-reduce (", 1)[-1].split("). Its own message", 1)[0]
-    return re.sub(r"\[\S*\.\w+:\d+\] ", "", said)

@@ -9,6 +9,7 @@ all-reduce. The first verdict in the store is everyone's.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -253,6 +254,18 @@ def _quietly(tell: Callable[[], None]) -> Callable[[], None]:
             return  # the store is gone: nobody is left to tell
 
     return run
+
+
+def said_by(error: RuntimeError) -> str:
+    """What torch said, without the place in gloo's source and its guesses.
+
+    >>> said_by(RuntimeError("[/gloo/pair.cc:5] Read error [::1]:6: Connection reset. This is typically caused by"))
+    'Read error [::1]:6: Connection reset'
+    """
+    said = " ".join(str(error).split())
+    if isinstance(error, PeerLostError):
+        said = said.split(" of an all-reduce (", 1)[-1].split("). Its own message", 1)[0]
+    return re.sub(r"\[\S*\.\w+:\d+\] ", "", said).split(". This is typically", 1)[0][:200]
 
 
 class Observed:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from largebatch.parallel.algorithms import find
 from largebatch.parallel.halving_doubling import halving_doubling
-from largebatch.parallel.lost import Observed, RollCall
+from largebatch.parallel.lost import Observed, RollCall, said_by
 from largebatch.parallel.ring import parts_of
 from largebatch.parallel.subset import Subset
 from largebatch.parallel.topology import Topology
@@ -114,8 +114,7 @@ class Route:
             self._settle(values)
         except RuntimeError as error:
             is_gone = time.monotonic() - started < 0.9 * self.roll.patience
-            said = " ".join(str(error).split())[:200]
-            raise UnreachedError(suspects, phase, said, is_gone=is_gone) from error
+            raise UnreachedError(suspects, phase, said_by(error), is_gone=is_gone) from error
         self.roll.goes_on(self.lane)
 
     def _settle(self, values: Tensor) -> None:
