@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from largebatch.cli import audit, recipe, report, study, tasks, train
+from largebatch.cli import audit, recipe, report, simulate, study, tasks, train
 from largebatch.cli.output import fail, say_stopped, write_stdout
 from largebatch.errors import LargebatchError
 
@@ -42,6 +42,7 @@ app.command("train", help=train.HELP)(train.train_command)
 app.command("audit", help=audit.HELP)(audit.audit_command)
 app.command("recipe", help=recipe.HELP)(recipe.recipe_command)
 app.command("report", help=report.HELP)(report.report_command)
+app.command("simulate", help=simulate.HELP)(simulate.simulate_command)
 app.command("tasks", help=tasks.HELP)(tasks.tasks_command)
 
 
