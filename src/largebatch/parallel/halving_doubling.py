@@ -8,21 +8,25 @@ block's own reduce-scatter, sums go from the smallest block to the next larger o
 all-gather they come back: two extra steps.
 
 In a world of a power of two the addends of every element are added in one tree, ((0+1)+(2+3))+..., wherever it lies in
-the buffer and however long that is: cutting gradients into other buckets changes no bit.
+the buffer and however long that is: cutting gradients into other buckets changes no bit. With another dtype on the
+wire both addends are rounded to it, the one that was sent and the one that was kept, so that it holds then too.
+
+A rank at place q of a block of 2^k holds s_i = ceil((n - q mod 2^i) / 2^i) of n elements after i steps. It sends n-s_k
+in the reduce-scatter and s_k + ... + s_1 in the all-gather, n + s_1 + ... + s_(k-1) together (nothing where k = 0), s_k
+more where there is a larger block, and s_k more where there is a smaller one.
 
 Source: Goyal et al. 2017, section 4; Rabenseifner 2004; binary blocks as in gloo.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from largebatch.parallel.exchange import SEGMENT_BYTES, Exchange, Part
+from largebatch.parallel.exchange import SEGMENT_BYTES, Part, Plan, Span, Step, run
 from largebatch.parallel.transport import Transport
-
-Span = tuple[int, int]
-"""Elements from, to."""
 
 
 def halving_doubling(
@@ -51,32 +55,69 @@ def halving_doubling(
 
     Source: Goyal et al. 2017, section 4 (halving/doubling, binary blocks).
     """
-    exchange = Exchange(values, transport, wire, segment_bytes)
-    rank, length = transport.rank, len(values)
-    blocks = binary_blocks(transport.world_size)
+    run(values, transport, plan(transport.rank, transport.world_size, len(values)), wire, segment_bytes)
+
+
+@lru_cache(maxsize=256)
+def plan(rank: int, world_size: int, length: int) -> Plan:
+    """What one rank does.
+
+    >>> plan(0, 2, 4).sums[0].takes
+    (Part(peer=1, start=0, stop=2),)
+    """
+    blocks = binary_blocks(world_size)
     index = next(index for index, block in enumerate(blocks) if rank in block)
     block = blocks[index]
     place, size = rank - block.start, len(block)
-
-    for distance, give, keep in halvings(place, size, length):
-        peer = block.start + (place ^ distance)
-        exchange.add([Part(peer, *give)], [Part(peer, *keep)], f"reduce-scatter, distance {distance}")
+    steps = halvings(place, size, length)
     own = owned(place, size, length)
-    below = _meetings(own, blocks[index + 1], length) if index + 1 < len(blocks) else []
-    above = _meetings(own, blocks[index - 1], length) if index > 0 else []
-    if below:
-        exchange.add([], below, "sums from the smaller block")
-    if above:
-        exchange.add(above, [], "sums to the larger block")
-        exchange.replace([], above, "totals from the larger block")
-    else:
-        exchange.round(*own)
-    if below:
-        exchange.replace(below, [], "totals to the smaller block")
-    for distance, give, keep in reversed(list(halvings(place, size, length))):
-        peer = block.start + (place ^ distance)
-        exchange.replace([Part(peer, *keep)], [Part(peer, *give)], f"all-gather, distance {distance}")
-    exchange.finish()
+    sums = [
+        Step(f"reduce-scatter, distance {distance}", *_swap(block[place ^ distance], give, keep), is_even=True)
+        for distance, give, keep in steps
+    ]
+    totals = [
+        Step(f"all-gather, distance {distance}", *_swap(block[place ^ distance], keep, give))
+        for distance, give, keep in reversed(steps)
+    ]
+    if index + 1 < len(blocks):
+        # A span is decided by its place's low bits: it lies in that of the place with the same ones in a smaller block.
+        smaller = blocks[index + 1]
+        below = (Part(smaller[place % len(smaller)], *own),)
+        sums.append(Step("sums from the smaller block", (), below))
+        totals.insert(0, Step("totals to the smaller block", below, ()))
+    if index > 0:
+        larger = blocks[index - 1]
+        above = tuple(
+            Part(larger[other], *owned(other, len(larger), length)) for other in range(place, len(larger), size)
+        )
+        sums.append(Step("sums to the larger block", above, ()))
+        totals.insert(0, Step("totals from the larger block", (), above))
+        own = (0, 0)
+    return Plan(tuple(sums), own, tuple(totals))
+
+
+def num_steps(world_size: int) -> int:
+    """Steps of the rank that has most: 2 log2 p, and 2 more than the largest block's where there are several.
+
+    >>> num_steps(32), num_steps(44)
+    (10, 12)
+    """
+    largest = world_size.bit_length() - 1
+    return 2 * largest + 2 * (world_size != 1 << largest)
+
+
+def num_bytes(rank: int, world_size: int, length: int, itemsize: int) -> int:
+    """Bytes that a rank sends to sum `length` elements of `itemsize` bytes, by the formula of this module.
+
+    >>> num_bytes(0, 32, 1024, 4) / (1024 * 4)  # Goyal et al. 2017: 2 * 31/32
+    1.9375
+    """
+    blocks = binary_blocks(world_size)
+    index = next(index for index, block in enumerate(blocks) if rank in block)
+    place, levels = rank - blocks[index].start, len(blocks[index]).bit_length() - 1
+    held = [-((place % (1 << level) - length) // (1 << level)) for level in range(levels + 1)]
+    inside = sum(held[:levels])
+    return itemsize * (inside + held[levels] * ((index > 0) + (index + 1 < len(blocks))))
 
 
 def binary_blocks(world_size: int) -> list[range]:
@@ -118,11 +159,5 @@ def owned(place: int, size: int, length: int) -> Span:
     return steps[-1][2] if steps else (0, length)
 
 
-def _meetings(own: Span, block: range, length: int) -> list[Part]:
-    """Where this rank's part meets the parts of another block's ranks."""
-    found = (
-        (other, max(own[0], start), min(own[1], stop))
-        for other in block
-        for start, stop in [owned(other - block.start, len(block), length)]
-    )
-    return [Part(*part) for part in found if part[1] < part[2]]
+def _swap(peer: int, give: Span, take: Span) -> tuple[tuple[Part], tuple[Part]]:
+    return (Part(peer, *give),), (Part(peer, *take),)

@@ -4,19 +4,23 @@ Inside each host the buffers are added up, the sums are added up between hosts, 
 With one carrier a host that is Goyal's all-reduce; sharded, each local rank carries its own part between hosts, so that
 all of them talk at once. A host with more ranks than the smallest one has ranks that carry nothing.
 
+Of c carriers a host, one that carries m of n elements on a host of r ranks sends n - m inside, what halving/doubling of
+m elements sends between hosts, and (r - 1) m inside again; a rank that carries nothing sends n.
+
 Source: Goyal et al. 2017, section 4.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from largebatch.errors import ConfigError
-from largebatch.parallel.exchange import SEGMENT_BYTES, Exchange, Part
-from largebatch.parallel.halving_doubling import halving_doubling
+from largebatch.parallel import halving_doubling
+from largebatch.parallel.exchange import SEGMENT_BYTES, Part, Plan, Span, Step, run
 from largebatch.parallel.ring import parts_of
-from largebatch.parallel.subset import Subset
 from largebatch.parallel.topology import Topology
 from largebatch.parallel.transport import Transport
 
@@ -52,21 +56,60 @@ def hierarchical(
     """
     if topology.world_size != transport.world_size:
         raise ConfigError(f"the topology is of {topology.world_size} ranks, and there are {transport.world_size}.")
-    exchange = Exchange(values, transport, wire, segment_bytes)
-    rank = transport.rank
-    local = topology.ranks_of(topology.hosts[rank])
-    num_carriers = topology.ranks_per_host if sharded else 1
-    parts = [parts_of(len(values), num_carriers, number) for number in range(num_carriers)]
-    others = [(carrier, part) for carrier, part in zip(local, parts, strict=False) if carrier != rank]
-    elsewhere = [Part(carrier, *part) for carrier, part in others]
-    place = local.index(rank)
-    mine = parts[place] if place < num_carriers else None
-    peers = [Part(peer, *mine) for peer in local if peer != rank] if mine else []
+    steps = plan(transport.rank, topology, len(values), sharded=sharded)
+    run(values, transport, steps, wire, segment_bytes)
 
-    exchange.add(elsewhere, peers, "inside the host: reduce")
-    if mine:
-        carriers = [topology.ranks_of(host)[place] for host in range(topology.num_hosts)]
-        between = Subset(transport, carriers, "between hosts")
-        halving_doubling(exchange.values[slice(*mine)], between, wire=wire, segment_bytes=segment_bytes)
-    exchange.replace(peers, elsewhere, "inside the host: broadcast")
-    exchange.finish()
+
+@lru_cache(maxsize=256)
+def plan(rank: int, topology: Topology, length: int, *, sharded: bool) -> Plan:
+    """What one rank does."""
+    hosts = [topology.ranks_of(host) for host in range(topology.num_hosts)]
+    local = hosts[topology.hosts[rank]]
+    parts = _parts(topology, length, sharded=sharded)
+    elsewhere = tuple(Part(carrier, *part) for carrier, part in zip(local, parts, strict=False) if carrier != rank)
+    place = local.index(rank)
+    if place >= len(parts):
+        inside = Step("inside the host: reduce", elsewhere), Step("inside the host: broadcast", (), elsewhere)
+        return Plan(inside[:1], (0, 0), inside[1:])
+    mine = parts[place]
+    peers = tuple(Part(peer, *mine) for peer in local if peer != rank)
+    first = (Step("inside the host: reduce", elsewhere, peers),) if len(local) > 1 else ()
+    last = (Step("inside the host: broadcast", peers, elsewhere),) if len(local) > 1 else ()
+    between = halving_doubling.plan(topology.hosts[rank], len(hosts), mine[1] - mine[0])
+    carriers = tuple(host[place] for host in hosts)
+    sums, totals = (
+        tuple(step.moved(carriers, mine[0], "between hosts") for step in steps)
+        for steps in (between.sums, between.totals)
+    )
+    own = between.own[0] + mine[0], between.own[1] + mine[0]
+    return Plan(first + sums, own, totals + last)
+
+
+def num_steps(topology: Topology) -> int:
+    """Steps of the rank that has most: one before and one after those between hosts, where any host has two ranks.
+
+    >>> num_steps(Topology((0, 0, 1, 1, 2, 2, 3, 3)))
+    6
+    """
+    return halving_doubling.num_steps(topology.num_hosts) + 2 * (topology.num_hosts < topology.world_size)
+
+
+def num_bytes(rank: int, topology: Topology, length: int, itemsize: int, *, sharded: bool) -> int:
+    """Bytes that a rank sends to sum `length` elements of `itemsize` bytes, by the formula of this module.
+
+    >>> num_bytes(0, Topology((0, 0, 1, 1)), 8, 4, sharded=True)  # (1/2 + 1/2 + 1/2) of 32 bytes
+    48
+    """
+    local = topology.ranks_of(topology.hosts[rank])
+    place = local.index(rank)
+    sizes = [stop - start for start, stop in _parts(topology, length, sharded=sharded)]
+    if place >= len(sizes):
+        return itemsize * length
+    own = sizes[place]
+    between = halving_doubling.num_bytes(topology.hosts[rank], topology.num_hosts, own, itemsize)
+    return itemsize * (length - own if len(local) > 1 else 0) + between + itemsize * own * (len(local) - 1)
+
+
+def _parts(topology: Topology, length: int, *, sharded: bool) -> list[Span]:
+    num_carriers = topology.ranks_per_host if sharded else 1
+    return [parts_of(length, num_carriers, number) for number in range(num_carriers)]

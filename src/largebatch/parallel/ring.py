@@ -2,17 +2,20 @@
 
 The buffer is cut into p parts. In each step of the reduce-scatter a rank sends one part to the next and adds the one
 that comes from the one before; in the all-gather the finished parts go around once more. Every rank sends
-2 (p - 1)/p b bytes of a buffer of b.
+2 (p - 1)/p b bytes of a buffer of b, where p divides its n elements. In general part k is of floor(n/p) + (k < n mod p)
+elements, and rank r sends each part twice, but parts r + 1 and r + 2 (mod p) once less.
 
 Source: Goyal et al. 2017, section 4 (the ring, or bucket, algorithm).
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from largebatch.parallel.exchange import SEGMENT_BYTES, Exchange, Part
+from largebatch.parallel.exchange import SEGMENT_BYTES, Part, Plan, Step, run
 from largebatch.parallel.transport import Transport
 
 
@@ -42,19 +45,47 @@ def ring(
 
     Source: Goyal et al. 2017, section 4.
     """
-    exchange = Exchange(values, transport, wire, segment_bytes)
-    rank, size = transport.rank, transport.world_size
-    after, before = (rank + 1) % size, (rank - 1) % size
+    run(values, transport, plan(transport.rank, transport.world_size, len(values)), wire, segment_bytes)
 
-    def part(peer: int, number: int) -> Part:
-        return Part(peer, *parts_of(len(values), size, number % size))
 
-    for step in range(size - 1):
-        exchange.add([part(after, rank - step)], [part(before, rank - step - 1)], f"reduce-scatter, step {step + 1}")
-    exchange.round(*parts_of(len(values), size, after))
-    for step in range(size - 1):
-        exchange.replace([part(after, rank + 1 - step)], [part(before, rank - step)], f"all-gather, step {step + 1}")
-    exchange.finish()
+@lru_cache(maxsize=256)
+def plan(rank: int, world_size: int, length: int) -> Plan:
+    """What one rank does.
+
+    >>> plan(0, 2, 4).sums[0].gives
+    (Part(peer=1, start=0, stop=2),)
+    """
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+
+    def step(phase: str, number: int, given: int) -> Step:
+        give, take = (parts_of(length, world_size, part % world_size) for part in (given, given - 1))
+        return Step(f"{phase}, step {number + 1}", (Part(after, *give),), (Part(before, *take),))
+
+    steps = range(world_size - 1)
+    return Plan(
+        sums=tuple(step("reduce-scatter", number, rank - number) for number in steps),
+        own=parts_of(length, world_size, after),
+        totals=tuple(step("all-gather", number, rank + 1 - number) for number in steps),
+    )
+
+
+def num_steps(world_size: int) -> int:
+    """Steps of the ring, 2 (p - 1).
+
+    >>> num_steps(32)
+    62
+    """
+    return 2 * (world_size - 1)
+
+
+def num_bytes(rank: int, world_size: int, length: int, itemsize: int) -> int:
+    """Bytes that a rank sends to sum `length` elements of `itemsize` bytes, by the formula of this module.
+
+    >>> num_bytes(0, 4, 8, 4), num_bytes(0, 4, 9, 4)
+    (48, 56)
+    """
+    skipped = (parts_of(length, world_size, (rank + more) % world_size) for more in (1, 2))
+    return itemsize * (2 * length - sum(stop - start for start, stop in skipped))
 
 
 def parts_of(length: int, size: int, number: int) -> tuple[int, int]:
