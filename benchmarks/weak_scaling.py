@@ -1,8 +1,8 @@
 """Is a DDP step on 1, 2, 4, 8 and 16 hosts what the simulator says, from a table of all-reduces on the same hosts?
 
-Work: as in overlap.py, with buckets of 2 MiB and layers of 60 ms, the same on each host, so that the ideal step does not
-grow with the hosts. Efficiency: the step of one host over the step of n. All hosts share this machine's cores: what they
-cannot follow at 8 and 16 hosts counts as network here, and says nothing of real hosts.
+Work: as in overlap.py, with buckets of 2 MiB and layers of 60 ms, the same on each host, so that the ideal step does
+not grow with the hosts. Efficiency: the step of one host over the step of n. All hosts share this machine's cores: what
+they cannot follow at 8 and 16 hosts counts as network here, and says nothing of real hosts.
 """
 
 from __future__ import annotations
