@@ -29,7 +29,7 @@ from largebatch.study.plan import Protocol, microbatch_for
 from largebatch.tasks.catalog import load_task
 from largebatch.tasks.task import Task
 from largebatch.train.loop import Run, StoppedError
-from largebatch.train.progress import Progress
+from largebatch.train.progress import Progress, Waiting
 from largebatch.train.spread import Execution, Parallel, Precision
 from largebatch.train.workers import WorkerLostError, Workers, already_said, is_already_said, joined
 
@@ -39,7 +39,8 @@ The learning rate follows the linear rule from the task's reference batch, with 
 Stop it at any moment; the same command goes on from the last checkpoint.
 
 On several workers start it by torchrun. The batch is that of all workers together: each takes its share of the same
-batches, so another number of workers goes on where the last one stopped.
+batches, so another number of workers goes on where the last one stopped. At the end it says how much each does in a
+second, and on CPUs the efficiency: the share of their time in which they do not wait for each other's gradients.
 
 Example: largebatch train digits --batch 128
 
@@ -224,28 +225,35 @@ def _cadence(given: str | None, workers: Workers) -> int | Literal["auto"]:
 def _train(run: Run, stack: contextlib.ExitStack, task: str, resolved: ResolvedRecipe) -> RunRecord:
     workers, folder, spec = run.workers, run.folder, run.spec
     run.wants_stop = stack.enter_context(_asked_to_stop(alone=workers.world_size == 1))
-    if workers.is_first:
-        progress = stack.enter_context(StudyProgress())
+    waiting, rate = Waiting(), ""
+    if workers.world_size > 1 and workers.device.type == "cpu":
+        make = run.task.model
+        run.task = replace(run.task, model=lambda: waiting.watch(make()))
+    progress = stack.enter_context(StudyProgress()) if workers.is_first else None
+    if progress is not None:
         layout = f", {workers.world_size} workers" if workers.world_size > 1 else ""
         progress.on_phase("train", f"{spec.max_steps} steps, learning rate up to {resolved.lr:.4g}{layout}")
         began: list[tuple[float, int]] = []
 
         def on_step(where: Progress, loss: float, monitor: NoiseScaleMonitor | None) -> None:
+            nonlocal rate
             if not began:  # the first step of this call is slow for other reasons
                 began.append((time.monotonic(), where.units))
             seconds, units = time.monotonic() - began[0][0], where.units - began[0][1]
             rate = f"{units / seconds / workers.world_size:,.0f} {run.task.unit}/s" if units and seconds else ""
             rate += " per worker" if rate and workers.world_size > 1 else ""
             progress.on_step(where, loss, monitor, spec.max_steps, rate)
-            if where.step == spec.max_steps:
-                if monitor is not None:
-                    write_json(folder / "noise_scale.json", {"noise_scale": str(monitor.noise_scale)})
-                if rate:
-                    progress.on_phase("done", rate)
+            if where.step == spec.max_steps and monitor is not None:
+                write_json(folder / "noise_scale.json", {"noise_scale": str(monitor.noise_scale)})
 
         run.on_step = on_step
-    with blame(task):
-        return run.run()
+    with blame(task), waiting:
+        record = run.run()
+    shares = [share for share in workers.gather(waiting.share) if share is not None]
+    if progress is not None and rate and record.status == "exhausted":
+        efficiency = f", efficiency {100 * (1 - sum(shares) / len(shares)):.0f} %" if shares else ""
+        progress.on_phase("done", rate + efficiency)
+    return record
 
 
 def _report(record: RunRecord, folder: Path) -> None:

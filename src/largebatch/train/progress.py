@@ -1,11 +1,15 @@
-"""Where does a run stand, and what has it crossed?"""
+"""Where does a run stand, what has it crossed, and how much of its time does it wait for other workers' gradients?"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from largebatch.noise.monitor import NoiseScaleMonitor
 from largebatch.records.schema import RunSpec
@@ -61,3 +65,50 @@ class Progress:
 
 StepCallback = Callable[[Progress, float, NoiseScaleMonitor | None], None]
 """Called after every step with the progress, the step's mean loss and the monitor."""
+
+
+class Waiting:
+    """The share of a worker's time between its last gradient of a step and the optimizer: what no backward hides.
+
+    It is time of the host, so it says nothing where the host runs ahead of a GPU. It holds what is left of the
+    all-reduces when the backward is done, also where that is waiting for a slower worker's backward, and the noise
+    scale's own sums. The first step, which opens connections, does not count.
+    """
+
+    def __init__(self) -> None:
+        self._last_gradient: float | None = None
+        self._began: float | None = None
+        self._until = self._waited = 0.0
+
+    def watch(self, model: nn.Module) -> nn.Module:
+        """Note when the gradients of `model` arrive; returns it."""
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        return model
+
+    def __enter__(self) -> Waiting:
+        self._hook = register_optimizer_step_pre_hook(self._on_optimizer)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+    @property
+    def share(self) -> float | None:
+        """Of the time from the first optimizer step to the last; None where there is no such time."""
+        span = 0.0 if self._began is None else self._until - self._began
+        return self._waited / span if span > 0 else None
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._last_gradient = time.perf_counter()
+
+    def _on_optimizer(self, *_: object) -> None:
+        if self._last_gradient is None:  # another optimizer, or gradients that pass no hook (FSDP)
+            return
+        self._until = time.perf_counter()
+        if self._began is None:
+            self._began = self._until
+        else:
+            self._waited += self._until - self._last_gradient
+        self._last_gradient = None
