@@ -27,14 +27,18 @@ def fit_link(seconds: Mapping[int, float], *, reduce_seconds_per_byte: float = 0
     """
     if len(seconds) < 2 or not all(taken > 0 for taken in seconds.values()):
         raise ConfigError(f"a wire is fitted to positive times of two sizes or more; got {dict(seconds)}.")
-    # Minimise the sum of (a x + b y - 1)^2 with x = 1/t, y = n/t.
-    points = [(1 / taken, size / taken) for size, taken in seconds.items()]
-    xx, xy, yy = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
-    x, y = (sum(p[i] for p in points) for i in (0, 1))
-    determinant = xx * yy - xy * xy
-    latency, per_byte = (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
-    if latency < 0:
-        latency, per_byte = 0.0, y / yy
-    elif per_byte < 0:
-        latency, per_byte = x / xx, 0.0
+    weights = {size: 1 / taken**2 for size, taken in seconds.items()}
+
+    def mean(of: Mapping[int, float]) -> float:
+        return sum(weights[size] * of[size] for size in seconds) / sum(weights.values())
+
+    middle, level = mean({size: float(size) for size in seconds}), mean(seconds)
+    away = {size: size - middle for size in seconds}
+    per_byte = mean({size: away[size] * seconds[size] for size in seconds}) / mean({s: away[s] ** 2 for s in seconds})
+    latency = level - per_byte * middle
+    if per_byte < 0:
+        latency, per_byte = level, 0.0
+    elif latency < 0:
+        along = mean({size: size * seconds[size] for size in seconds})
+        latency, per_byte = 0.0, along / mean({size: float(size) ** 2 for size in seconds})
     return LinkCost(latency, per_byte, reduce_seconds_per_byte)
