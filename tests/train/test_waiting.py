@@ -42,6 +42,8 @@ def test_the_share_is_from_the_last_gradient_to_the_optimizer_without_the_first_
         assert waiting.share is None
         step(clock, model, optimizer, [6.0, 8.0], 9.0)  # two microbatches; waits 1 s
         step(clock, model, optimizer, [12.0], 15.0)  # waits 3 s
+        clock.now = 20.0
+        optimizer.step()  # of no new gradient
     assert waiting.share == (1 + 3) / (15 - 5)
 
 
