@@ -59,7 +59,7 @@ def cut_pictures(photographs: list[Path], folder: Path, *, each: int) -> float:
     return statistics.mean(sizes)
 
 
-def reference(folder: Path, backend: str) -> Batches:
+def reference(folder: Path, backend: str, *, batch: int = BATCH, loaders: int = LOADERS) -> Batches:
     """torchvision's, as references/classification/presets.py of its repository makes it."""
     steps: list[Any] = [transforms.PILToTensor()] if backend == "tensor" else []
     steps += [transforms.RandomResizedCrop(SIZE, antialias=True), transforms.RandomHorizontalFlip(0.5)]
@@ -71,7 +71,7 @@ def reference(folder: Path, backend: str) -> Batches:
     def batches() -> Iterator[Iterator[Any]]:
         # One shuffle after the other without an end, so that no new processes are started while time is taken.
         sampler = RandomSampler(data, num_samples=10**6)
-        yield iter(DataLoader(data, batch_size=BATCH, sampler=sampler, num_workers=LOADERS))
+        yield iter(DataLoader(data, batch_size=batch, sampler=sampler, num_workers=loaders))
 
     return batches
 
