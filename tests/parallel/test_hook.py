@@ -5,6 +5,7 @@ rounding only (1e-12), and a gradient that is missing, doubled or divided twice 
 """
 
 import contextlib
+import json
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.errors import ConfigError
 from largebatch.noise.monitor import NoiseScaleMonitor
+from largebatch.parallel.choose import Choices
 from largebatch.parallel.hook import pipelined_allreduce
 from largebatch.parallel.topology import Topology
 from workers import on_workers
@@ -170,18 +172,18 @@ def bits_after(rank, world_size, algorithm, stop_after, bucket_cap_mb, num_steps
 
 def resumed(rank, world_size, algorithm, cap):
     straight = bits_after(rank, world_size, algorithm, None, cap)
-    return [bits_after(rank, world_size, algorithm, stop, cap) == straight for stop in (1, 2, 5)]
+    return [bits_after(rank, world_size, algorithm, stop, cap) == straight for stop in (1, 4)]
 
 
 def across_layouts(rank, world_size, algorithm):
     """Whether buckets of another size give the same bits."""
-    found = [bits_after(rank, world_size, algorithm, None, cap, num_steps=3) for cap in (25.0, 0.0005, 0.004)]
+    found = [bits_after(rank, world_size, algorithm, None, cap, num_steps=3) for cap in (25.0, 0.0005)]
     return [other == found[0] for other in found[1:]]
 
 
 def check_bits(world_size):
-    assert on_workers(world_size, resumed, world_size, "halving_doubling", 0.004) == [[True] * 3] * world_size
-    assert on_workers(world_size, across_layouts, world_size, "halving_doubling") == [[True] * 2] * world_size
+    assert on_workers(world_size, resumed, world_size, "halving_doubling", 0.004) == [[True] * 2] * world_size
+    assert on_workers(world_size, across_layouts, world_size, "halving_doubling") == [[True]] * world_size
     # It is not for want of rounding: torch's own all-reduce adds in an order that depends on the bucket.
     torchs = on_workers(world_size, resumed, world_size, None, 0.004)
     assert not all(all(same) for same in torchs)
@@ -216,6 +218,32 @@ def test_a_function_of_the_bytes_chooses_for_each_bucket():
     assert first == second
     assert sum(first) == 2 * sum(parameter.numel() * 8 for parameter in make_net().parameters())
     assert len(first) > 5  # one in the first step, and then several, or this shows nothing
+
+
+def chosen_by_measuring(rank):
+    model = DistributedDataParallel(make_net(), bucket_cap_mb=0.0005)
+    with pipelined_allreduce(model) as handle:
+        first = [parameter.tolist() for parameter in _one_step(model, rank)]
+    again = DistributedDataParallel(make_net(), bucket_cap_mb=0.0005)
+    kept = Choices.from_record(json.loads(json.dumps(handle.choose.as_record())))
+    with pipelined_allreduce(again, algorithm=kept):
+        second = [parameter.tolist() for parameter in _one_step(again, rank)]
+    return handle.choose.steps, first, second
+
+
+def _one_step(model, rank):
+    model(batch_of(0, 1)[0].chunk(2)[rank]).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_auto_measures_once_and_its_table_can_be_kept_to_repeat_the_run():
+    first, second = on_workers(2, chosen_by_measuring)
+    assert first == second  # the same table, and the same gradients to the bit, on both workers
+    assert first[1] == first[2]
+    model = make_net()
+    model(batch_of(0, 1)[0]).square().mean().backward()
+    for got, parameter in zip(first[1], model.parameters(), strict=True):
+        torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), parameter.grad, rtol=1e-11, atol=1e-13)
 
 
 def narrowed(rank, wire):
@@ -284,7 +312,7 @@ def refused(rank):
     attempt(model, timeout=0)
     attempt(model, concurrency=0)
     attempt(model, topology=Topology((0, 0, 0)))
-    handle = pipelined_allreduce(model)
+    handle = pipelined_allreduce(model, algorithm="ring")
     handle.close()
     try:
         model(batch_of(0, 1)[0]).mean().backward()

@@ -29,10 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.errors import ConfigError
 from largebatch.parallel.algorithms import NAMES
+from largebatch.parallel.calibrate import calibrate
+from largebatch.parallel.choose import BACKEND
 from largebatch.parallel.group_transport import GroupTransport
 from largebatch.parallel.lanes import Lanes
 from largebatch.parallel.lost import PATIENCE, Observed, RollCall, said_by
-from largebatch.parallel.routes import BACKEND, Route, UnreachedError
+from largebatch.parallel.routes import Route, UnreachedError
 from largebatch.parallel.topology import Topology, find_topology
 from largebatch.parallel.transport import PeerLostError
 
@@ -65,7 +67,8 @@ class PipelinedAllreduce:
         choose: Choose,
         *,
         concurrency: int,
-        topology: Topology | None,
+        topology: Topology,
+        uses_backend: bool,
         inside: str | None,
         wire: torch.dtype | None,
         timeout: float,
@@ -74,24 +77,24 @@ class PipelinedAllreduce:
         """As `pipelined_allreduce` says."""
         group: Any = model.process_group
         ranks = dist.get_process_group_ranks(group)
-        self._world_size, self._choose, self._on_local_sq_norm = len(ranks), choose, on_local_sq_norm
+        self.choose = choose
+        """The algorithm's name for a bucket of so many bytes; `Choices` where "auto" has measured it."""
+        self._world_size, self._on_local_sq_norm = len(ranks), on_local_sq_norm
         self._lanes = Lanes(concurrency, self._on_error)
         patience = PATIENCE * timeout
         messages = [_new_group(ranks, "gloo", patience) for _ in range(concurrency)]
-        wholes = [_new_group(ranks, dist.get_backend(group), patience) for _ in range(concurrency)]
-        self._groups = [*messages, *wholes]
-        insides: list[dist.ProcessGroup | None] = [None] * concurrency
-        if inside is not None and topology is not None:
-            place = ranks.index(dist.get_rank())
-            local = [ranks[other] for other in topology.ranks_of(topology.hosts[place])]
-            made = [_new_group(local, inside, patience) for _ in range(concurrency)]
-            self._groups += made
-            insides = [*made]
+        backend = str(dist.get_backend(group))
+        wholes = [_new_group(ranks, backend, patience) for _ in range(concurrency)] if uses_backend else []
+        place = ranks.index(dist.get_rank())
+        local = [ranks[other] for other in topology.ranks_of(topology.hosts[place])]
+        insides = [_new_group(local, inside, patience) for _ in range(concurrency)] if inside else []
+        self._groups = [*messages, *wholes, *insides]
         store = messages[0].get_group_store()  # under a prefix of this group's own
         self._roll = RollCall(store, rank=dist.get_rank(), ranks=ranks, timeout=timeout, on_lost=self._lanes.stop)
         self._routes = [
             Route(
-                lane=lane, roll=self._roll, whole=wholes[lane], inside=insides[lane], topology=topology, wire=wire,
+                lane=lane, roll=self._roll, topology=topology, wire=wire,
+                whole=wholes[lane] if wholes else None, inside=insides[lane] if insides else None,
                 transport=Observed(
                     GroupTransport(messages[lane], timeout=self._roll.patience), self._roll, lane, ranks
                 ),
@@ -160,7 +163,7 @@ class PipelinedAllreduce:
         if self._on_local_sq_norm is not None:
             self._on_local_sq_norm(number, _sq_norm(values))
         values.div_(self._world_size)
-        self._routes[lane].sum(values, self._choose(values.numel() * values.element_size()))
+        self._routes[lane].sum(values, self.choose(values.numel() * values.element_size()))
 
     def _stream(self, lane: int, device: torch.device) -> torch.cuda.Stream:
         if lane not in self._streams:
@@ -182,7 +185,7 @@ class PipelinedAllreduce:
 def pipelined_allreduce(
     model: DistributedDataParallel,
     *,
-    algorithm: str | Choose = "halving_doubling",
+    algorithm: str | Choose = "auto",
     concurrency: int = 2,
     topology: Topology | None = None,
     inside: Literal["nccl", "gloo"] | None = None,
@@ -204,7 +207,9 @@ def pipelined_allreduce(
     Args:
         model: in DistributedDataParallel, without another communication hook; every rank calls this alike.
         algorithm: a name ("ring", "halving_doubling", "hierarchical", "hierarchical_sharded", "backend" for the process
-            group's own), or a function of a bucket's bytes that gives one and is the same on all ranks.
+            group's own), a function of a bucket's bytes that gives one and is the same on all ranks, or "auto": the
+            fastest for each size, measured here and now in a few seconds (`calibrate`; on GPUs, where nothing has
+            been measured, the backend's own). To repeat a run to the bit, keep the handle's `choose` and pass it.
         concurrency: all-reduces that run at once, each with process groups of its own.
         topology: which ranks share a host; None finds out by the hosts' names.
         inside: backend for the reduce and the broadcast inside a host of the hierarchical ones; None is "nccl" for a
@@ -229,8 +234,10 @@ def pipelined_allreduce(
         )
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise ConfigError(f"timeout is a positive number of seconds; got {timeout!r}.")
-    if isinstance(algorithm, str) and algorithm not in (*NAMES, BACKEND):
-        raise ConfigError(f"there is no all-reduce called {algorithm!r}; there are {', '.join(NAMES)}, {BACKEND}.")
+    if isinstance(algorithm, str) and algorithm not in (*NAMES, BACKEND, "auto"):
+        raise ConfigError(
+            f"there is no all-reduce called {algorithm!r}; there are {', '.join(NAMES)}, {BACKEND} and auto."
+        )
     group: Any = model.process_group
     if topology is None:
         topology = find_topology(group)
@@ -238,13 +245,20 @@ def pipelined_allreduce(
         raise ConfigError(
             f"the topology is of {topology.world_size} ranks, and the model has {dist.get_world_size(group)}."
         )
-    if inside is None and any(parameter.is_cuda for parameter in model.parameters()):
+    on_gpus = any(parameter.is_cuda for parameter in model.parameters())
+    if algorithm == "auto":
+        algorithm = BACKEND if on_gpus else calibrate(group, topology)
+    if inside is None and on_gpus and algorithm != BACKEND:
         inside = "nccl"
-    choose = (lambda _: algorithm) if isinstance(algorithm, str) else algorithm
+    choose = _always(algorithm) if isinstance(algorithm, str) else algorithm
     return PipelinedAllreduce(
         model, choose, concurrency=concurrency, topology=topology, inside=inside, wire=wire, timeout=timeout,
-        on_local_sq_norm=on_local_sq_norm,
+        uses_backend=algorithm not in NAMES, on_local_sq_norm=on_local_sq_norm,
     )  # fmt: skip
+
+
+def _always(name: str) -> Choose:
+    return lambda _: name
 
 
 def _new_group(ranks: list[int], backend: str, timeout: float) -> dist.ProcessGroup:

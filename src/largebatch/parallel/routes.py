@@ -20,14 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from largebatch.parallel.algorithms import find
+from largebatch.parallel.choose import BACKEND
 from largebatch.parallel.halving_doubling import halving_doubling
 from largebatch.parallel.lost import Observed, RollCall, said_by
 from largebatch.parallel.ring import parts_of
 from largebatch.parallel.subset import Subset
 from largebatch.parallel.topology import Topology
-
-BACKEND = "backend"
-"""The name of the process group's own all-reduce."""
 
 
 class UnreachedError(RuntimeError):
@@ -46,11 +44,11 @@ class Route:
     transport: Observed
     """Between all ranks, for messages from host memory."""
     roll: RollCall
-    whole: dist.ProcessGroup
-    """All ranks, of the model's own backend."""
+    whole: dist.ProcessGroup | None
+    """All ranks, of the model's own backend; None where its own all-reduce is never chosen."""
     inside: dist.ProcessGroup | None
     """The ranks of this host, for torch's collectives; None where all goes over the transport."""
-    topology: Topology | None
+    topology: Topology
     wire: torch.dtype | None
     room: dict[torch.dtype, Tensor] = field(default_factory=dict[torch.dtype, Tensor])
     """Host memory for buckets that are on an accelerator."""
@@ -63,7 +61,9 @@ class Route:
             UnreachedError: a collective failed.
         """
         if name == BACKEND:
-            self._collective(values, "the backend's own", self.whole, lambda: dist.all_reduce(values, group=self.whole))
+            whole = self.whole
+            assert whole is not None, "the backend's all-reduce was not among what may be chosen"
+            self._collective(values, "the backend's own", whole, lambda: dist.all_reduce(values, group=whole))
         elif self.inside is not None and name.startswith("hierarchical"):
             self._hierarchical(values, self.inside, sharded=name == "hierarchical_sharded")
         else:
@@ -72,7 +72,6 @@ class Route:
 
     def _hierarchical(self, values: Tensor, inside: dist.ProcessGroup, *, sharded: bool) -> None:
         """Reduce inside the host, sum between hosts, broadcast inside; each carrier has its part of the buffer."""
-        assert self.topology is not None, "a group inside the host is made from a topology"
         hosts = self.topology
         local = dist.get_process_group_ranks(inside)  # in the numbering of the job, which torch's src and dst take
         number = dist.get_rank(inside)
