@@ -15,8 +15,9 @@ gather(n) = log2(n) a + (n-1)/n b t:
     all     = max over i of down(i) + (b/n_(i+1) t, except i = m) + gather(n_i)
 
 For a power of two that is scatter + gather. Where b is small it is 2 log2(n_1) a for any number of ranks: a smaller
-block is done earlier, by at least the step that its sums then take. Where b is large, each block after the first
-costs what one of its ranks owns, b/n_i, up to three times; ranks that are served first would be done a little earlier.
+block is done earlier, by at least the step that its sums then take. Where b is large it is an upper bound: it takes
+every rank of a block to be as late as its last one. Beside every message simulated on its own it is 5 % above at 44
+ranks and 27 % at most up to 130 ranks.
 
 Source: Goyal et al. 2017, section 4 (steps and bytes of ring and halving/doubling; binary blocks); Rabenseifner 2004.
 """

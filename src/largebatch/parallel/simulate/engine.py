@@ -77,7 +77,7 @@ def run_buckets(buckets: Sequence[Bucket], concurrency: int = 1) -> list[Span]:
                     running[number] = _Running(bucket, now)
         ends = _ends(running, buckets, now)
         arrivals = (buckets[lane[-1]].ready for number, lane in enumerate(lanes) if lane and number not in running)
-        then = min([*ends.values(), *arrivals])
+        then = min([*ends.values(), *arrivals], default=now)  # nothing comes where the last bucket has no phase
         for number, state in list(running.items()):
             end = ends[number]
             if end > then:

@@ -2,8 +2,8 @@
 
 Hosts are alike, so one of them is simulated, for any number of them. What is not alike enters by its maximum: an
 all-reduce ends for all when it does for the worker that began last, since every rank needs every other's part, and a
-host with a slow link takes all its own steps over it. Both are exact where the late worker and the slow link are on one
-host, and an upper bound otherwise.
+host with a slow link takes all its own steps over it. Where the late worker and the slow link are on one host that is
+exact but for latency (a late worker's neighbours have sent before it asks); otherwise it is an upper bound.
 """
 
 from __future__ import annotations
