@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -22,10 +23,10 @@ from torch import Tensor
 from largebatch.errors import ConfigError
 from largebatch.parallel.transport import Pending, Transport
 
-SEGMENT_BYTES = 1 << 18
+SEGMENT_BYTES = 1 << 22
 """Bytes of a message: small enough to be added up from the cache while the next one travels."""
 
-_AHEAD, _AHEAD_BYTES = 32, 1 << 20
+_AHEAD, _AHEAD_BYTES = 16, 1 << 23
 """Messages, and bytes, that a rank is ready for before it needs them."""
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -64,7 +65,7 @@ class Step(NamedTuple):
         return Step(f"{name}: {self.phase}", gives, takes, self.is_even)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """All that one rank does in an all-reduce of a buffer of a given length."""
 
@@ -105,93 +106,108 @@ def run(values: Tensor, transport: Transport, plan: Plan, wire: torch.dtype | No
     if not plan.sums and not plan.totals:
         return
     if wire is None or (wire == values.dtype and wire not in _HALF):
-        _Run(values, values, transport, plan, segment_bytes).run()
+        _carry_out(values, values, transport, plan, segment_bytes)
         return
     sums = values
     if values.dtype in _HALF:
         sums = _scratch("sums", len(values), torch.float32)
         sums.copy_(values)
     shadow = _scratch("shadow", len(values), wire)
-    _Run(sums, shadow, transport, plan, segment_bytes).run()
+    _carry_out(sums, shadow, transport, plan, segment_bytes)
     values.copy_(shadow)  # all of it totals, received or this rank's own: the same bits on every rank
 
 
-class _Run:
-    """One all-reduce under way: sums in `values`, and what travels in `shadow`, which may be the same tensor."""
+class _Message(NamedTuple):
+    peer: int
+    start: int
+    stop: int
+    phase: str
+    room: int
+    """Where in the inbox it arrives; -1 for its own place in the buffer."""
 
-    def __init__(self, values: Tensor, shadow: Tensor, transport: Transport, plan: Plan, segment_bytes: int) -> None:
-        self.values, self.shadow, self.transport, self.plan = values, shadow, transport, plan
-        self.converts = shadow is not values
-        self.segment = max(1, segment_bytes // shadow.element_size())
-        longest = max((part.stop - part.start for step in plan.sums for part in step.takes), default=0)
-        slot = max(1, min(longest, self.segment))
-        self.ahead = max(2, min(_AHEAD, _AHEAD_BYTES // (slot * shadow.element_size())))
-        self.inbox = _scratch("inbox", self.ahead * slot, shadow.dtype)
-        self.slots = itertools.cycle(range(0, self.ahead * slot, slot))
-        self.coming = self.receives()
-        self.started: deque[tuple[Tensor, Pending]] = deque()
-        self.sent: list[Pending] = []
 
-    def run(self) -> None:
-        self.start_ahead()
-        for step in self.plan.sums:
-            self.send(step, converts=self.converts)
-            for _, start, stop in self.segments_of(step.takes):
-                place = self.values[start:stop]
-                if step.is_even and self.converts:
-                    place.copy_(self.shadow[start:stop].copy_(place))
-                place.add_(self.arrived())
-                self.start_ahead()
-        if self.converts:
-            own = slice(*self.plan.own)
-            self.shadow[own].copy_(self.values[own])
-        for step in self.plan.totals:
-            self.send(step, converts=False)
-            for _ in self.segments_of(step.takes):
-                self.arrived()
-                self.start_ahead()
-        for pending in self.sent:
-            pending.wait()
+class _Cut(NamedTuple):
+    """A plan in messages."""
 
-    def send(self, step: Step, *, converts: bool) -> None:
-        """Start to send all of a step."""
-        for peer, start, stop in self.segments_of(step.gives):
-            message = self.shadow[start:stop]
+    sums: list[tuple[list[_Message], list[_Message], bool]]
+    totals: list[tuple[list[_Message], list[_Message], bool]]
+    receives: list[_Message]
+    """All that arrive, in their order."""
+    ahead: int
+    """Messages that may be under way to this rank."""
+    inbox: int
+    """Elements that these can fill."""
+
+
+@lru_cache(maxsize=256)
+def _cut(plan: Plan, segment_bytes: int, itemsize: int) -> _Cut:
+    segment = max(1, segment_bytes // itemsize)
+    longest = max((part.stop - part.start for step in plan.sums for part in step.takes), default=0)
+    slot = max(1, min(longest, segment))
+    ahead = max(2, min(_AHEAD, _AHEAD_BYTES // (slot * itemsize)))
+    rooms = itertools.cycle(range(0, ahead * slot, slot))
+
+    def messages(parts: tuple[Part, ...], phase: str, rooms: Iterator[int]) -> list[_Message]:
+        return [
+            _Message(peer, start, min(start + segment, last), phase, next(rooms))
+            for peer, first, last in parts
+            for start in range(first, last, segment)
+        ]
+
+    in_place = itertools.repeat(-1)
+    sums, totals = (
+        [
+            (messages(step.gives, step.phase, in_place), messages(step.takes, step.phase, where), step.is_even)
+            for step in steps
+        ]
+        for steps, where in ((plan.sums, rooms), (plan.totals, in_place))
+    )
+    receives = [message for _, takes, _ in sums + totals for message in takes]
+    return _Cut(sums, totals, receives, ahead, ahead * slot)
+
+
+def _carry_out(values: Tensor, shadow: Tensor, transport: Transport, plan: Plan, segment_bytes: int) -> None:
+    """Sum in `values`, and send from and receive into `shadow`, which may be the same tensor."""
+    converts = shadow is not values
+    cut = _cut(plan, segment_bytes, shadow.element_size())
+    inbox = _scratch("inbox", cut.inbox, shadow.dtype)
+    send, receive = transport.send, transport.receive
+    coming = iter(cut.receives)
+    started: deque[tuple[Tensor, Pending]] = deque()
+    sent: list[Pending] = []
+
+    def start() -> None:
+        """Be ready for one message more."""
+        for peer, first, last, phase, room in itertools.islice(coming, 1):
+            place = shadow[first:last] if room < 0 else inbox[room : room + last - first]
+            started.append((place, receive(place, peer, phase)))
+
+    for _ in range(cut.ahead):
+        start()
+    for gives, takes, is_even in cut.sums:
+        for peer, first, last, phase, _ in gives:
+            message = shadow[first:last]
             if converts:
-                message.copy_(self.values[start:stop])
-            self.sent.append(self.transport.send(message, peer, step.phase))
-
-    def receives(self) -> Iterator[tuple[Tensor, Pending]]:
-        """Start one receive after another, in the order in which they are waited for."""
-        for step in self.plan.sums:
-            for peer, start, stop in self.segments_of(step.takes):
-                slot = next(self.slots)
-                place = self.inbox[slot : slot + stop - start]
-                yield place, self.transport.receive(place, peer, step.phase)
-        for step in self.plan.totals:
-            for peer, start, stop in self.segments_of(step.takes):
-                place = self.shadow[start:stop]
-                yield place, self.transport.receive(place, peer, step.phase)
-
-    def start_ahead(self) -> None:
-        """Have as many receives under way as the inbox has room for."""
-        self.started.extend(itertools.islice(self.coming, self.ahead - len(self.started)))
-
-    def arrived(self) -> Tensor:
-        """The next message."""
-        place, pending = self.started.popleft()
+                message.copy_(values[first:last])
+            sent.append(send(message, peer, phase))
+        for _, first, last, _, _ in takes:
+            place = values[first:last]
+            if is_even and converts:
+                place.copy_(shadow[first:last].copy_(place))
+            message, pending = started.popleft()
+            pending.wait()
+            place.add_(message)
+            start()
+    if converts:
+        own = slice(*plan.own)
+        shadow[own].copy_(values[own])
+    for gives, takes, _ in cut.totals:
+        sent.extend(send(shadow[first:last], peer, phase) for peer, first, last, phase, _ in gives)
+        for _ in takes:
+            started.popleft()[1].wait()
+            start()
+    for pending in sent:
         pending.wait()
-        return place
-
-    def segments_of(self, parts: tuple[Part, ...]) -> Iterator[Part]:
-        """What is sent as one message each."""
-        for peer, first, last in parts:
-            if last - first <= self.segment:
-                if first < last:
-                    yield Part(peer, first, last)
-                continue
-            for start in range(first, last, self.segment):
-                yield Part(peer, start, min(start + self.segment, last))
 
 
 def _check(values: Tensor, wire: torch.dtype | None, segment_bytes: int) -> None:

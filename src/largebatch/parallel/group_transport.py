@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from largebatch.errors import ConfigError
-from largebatch.parallel.transport import PeerLostError
+from largebatch.parallel.transport import PeerLostError, Pending
 
 
 class GroupTransport:
@@ -33,37 +34,43 @@ class GroupTransport:
             raise ConfigError("torch.distributed is not started. Start the job by torchrun.")
         if not timeout > 0 or not latency >= 0:
             raise ConfigError(f"timeout must be above 0 and latency at least 0 seconds; got {timeout} and {latency}.")
-        self._group: Any = found
+        try:
+            backend: Any = found._get_backend(torch.device("cpu"))
+        except RuntimeError as error:
+            raise ConfigError(
+                "the group has no gloo backend: messages are sent from host memory. Use dist.new_group(backend='gloo')."
+            ) from error
+        # The backend's own methods: torch.distributed's wrappers and dispatcher cost as much as a small message.
+        self._send, self._receive = backend.send, backend.recv
         self._ranks = dist.get_process_group_ranks(found)
         self._timeout, self._latency = timedelta(seconds=timeout), latency
         self.rank, self.world_size = found.rank(), found.size()
 
-    def send(self, values: Tensor, to: int, phase: str) -> _Transfer | _Nothing:
+    def send(self, values: Tensor, to: int, phase: str) -> Pending:
         """Start to send."""
         if not values.numel():
             return _NOTHING
         if not self._latency:
-            return self._start("send", values, to, phase)
+            return self._start(self._send, values, to, phase)
         stamp = torch.tensor([time.monotonic()], dtype=torch.float64)
-        return self._start("send", values, to, phase, before=self._start("send", stamp, to, phase))
+        return _Both(self._start(self._send, stamp, to, phase), self._start(self._send, values, to, phase))
 
-    def receive(self, values: Tensor, source: int, phase: str) -> _Transfer | _Delayed | _Nothing:
+    def receive(self, values: Tensor, source: int, phase: str) -> Pending:
         """Start to receive."""
         if not values.numel():
             return _NOTHING
         if not self._latency:
-            return self._start("recv", values, source, phase)
+            return self._start(self._receive, values, source, phase)
         sent = torch.empty(1, dtype=torch.float64)
-        stamp = self._start("recv", sent, source, phase)
-        return _Delayed(stamp, sent, self._start("recv", values, source, phase), self._latency)
+        stamp = self._start(self._receive, sent, source, phase)
+        return _Delayed(stamp, sent, self._start(self._receive, values, source, phase), self._latency)
 
-    def _start(self, call: str, values: Tensor, peer: int, phase: str, before: _Transfer | None = None) -> _Transfer:
-        # The methods of the group itself: torch.distributed's wrappers cost as much as a small message.
+    def _start(self, call: Callable[[list[Tensor], int, int], Any], values: Tensor, peer: int, phase: str) -> _Transfer:
         try:
-            work = getattr(self._group, call)([values], peer, 0)
+            work = call([values], peer, 0)
         except RuntimeError as error:
             raise self._lost(peer, phase, error) from error
-        return _Transfer(self, work, peer, phase, values, before)
+        return _Transfer(self, work, peer, phase, values)
 
     def wait_for(self, work: Any, peer: int, phase: str) -> None:
         """Block until a transfer is done. Raises PeerLostError."""
@@ -77,18 +84,25 @@ class GroupTransport:
 
 
 class _Transfer:
-    __slots__ = ("_before", "_peer", "_phase", "_transport", "_values", "_work")
+    __slots__ = ("_peer", "_phase", "_transport", "_values", "_work")
 
-    def __init__(
-        self, transport: GroupTransport, work: Any, peer: int, phase: str, values: Tensor, before: _Transfer | None
-    ) -> None:
+    def __init__(self, transport: GroupTransport, work: Any, peer: int, phase: str, values: Tensor) -> None:
         self._transport, self._work, self._peer, self._phase = transport, work, peer, phase
-        self._values, self._before = values, before  # the buffer lives as long as its transfer
+        self._values = values  # the buffer lives as long as its transfer
 
     def wait(self) -> None:
-        if self._before is not None:
-            self._before.wait()
         self._transport.wait_for(self._work, self._peer, self._phase)
+
+
+class _Both:
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: _Transfer, second: _Transfer) -> None:
+        self._first, self._second = first, second
+
+    def wait(self) -> None:
+        self._first.wait()
+        self._second.wait()
 
 
 class _Delayed:
