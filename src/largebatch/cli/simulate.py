@@ -128,9 +128,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        raise StorageError(
-            f"the trace could not be written to {path} ({error.strerror}); give another --trace."
-        ) from None
+        raise StorageError(f"the trace cannot be written to {path} ({error.strerror}); give another --trace.") from None
 
 
 def _row(base: Point, point: Point, each: dict[str, Point]) -> dict[str, Any]:
