@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from _allreduce_worker import against_backend, with_latency
+from _allreduce_worker import against_backend, with_latencies
 from _harness import arguments, claim
 from _hosts import NoHostsError, hosts
 
@@ -33,7 +33,7 @@ HOSTS = (8, 16, 32)
 RATES = ("", "1gbit")
 BYTES_PER_SECOND = 1e9 / 8
 SIZES = tuple(1 << exponent for exponent in range(10, 27, 2))
-QUICK = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+QUICK = (1 << 10, 1 << 18, 1 << 22)
 DELAYS = (1e-4, 1e-3)
 SMALL = (1 << 10, 1 << 14)
 
@@ -43,7 +43,7 @@ def main() -> None:
     options = arguments(__doc__)
     try:
         found = [compare(num_hosts, rate, quick=options.quick) for num_hosts in HOSTS for rate in RATES]
-        delayed = [delay(seconds, quick=options.quick) for seconds in DELAYS]
+        delayed = delay(quick=options.quick)
     except NoHostsError as error:
         claim(CLAIM, value=None, goal=GOAL, holds=False, peers={}, how=f"not measured: {error}")
     end(found, delayed, quick=options.quick)
@@ -69,7 +69,7 @@ def end(found: Sequence[dict[str, Any]], delayed: Sequence[dict[str, Any]], *, q
             "method": "time of a call by the slowest rank, calls of one sample back to back; median over samples of "
             "gloo's time / the choice's, samples in turns; the choice by calibrate() at the job's start, so its times "
             "are not the ones compared",
-            "sizes": "5 of the 9" if quick else "all",
+            "sizes": f"{len(QUICK)} of {len(SIZES)}" if quick else "all",
             "shared": "all hosts run on this machine's cores",
             "latency": "a delay line in our transport, not the network's",
         },
@@ -78,9 +78,9 @@ def end(found: Sequence[dict[str, Any]], delayed: Sequence[dict[str, Any]], *, q
 
 def compare(num_hosts: int, rate: str, *, quick: bool) -> dict[str, Any]:
     """One number of hosts on one network."""
-    sizes, calibration_s, seconds, most = (QUICK, 1.0, 0.2, 3) if quick else (SIZES, 15.0, 5.0, 25)
+    sizes, calibration_s, seconds, sample_s = (QUICK, 0.5, 0.1, 0.002) if quick else (SIZES, 15.0, 5.0, 0.02)
     with hosts(num_hosts, rate) as network:
-        table, rows = network.run(1, against_backend, sizes, calibration_s, seconds, most, seconds=600)[0]
+        table, rows = network.run(1, against_backend, sizes, calibration_s, seconds, sample_s, seconds=600)[0]
     if rate:
         for row in rows:
             bound = 2 * (num_hosts - 1) / num_hosts * row["num_bytes"] / BYTES_PER_SECOND
@@ -88,11 +88,11 @@ def compare(num_hosts: int, rate: str, *, quick: bool) -> dict[str, Any]:
     return {"hosts": num_hosts, "rate": rate, "rows": rows, "table": table}
 
 
-def delay(seconds: float, *, quick: bool) -> dict[str, Any]:
-    """32 ranks with a delay line."""
+def delay(*, quick: bool) -> list[dict[str, Any]]:
+    """32 ranks with each delay line."""
     with hosts(HOSTS[-1]) as network:
-        rows = network.run(1, with_latency, seconds, SMALL, 0.3 if quick else 10.0, seconds=600)[0]
-    return {"delay_ms": 1e3 * seconds, "rows": rows}
+        found = network.run(1, with_latencies, DELAYS, SMALL, 0.1 if quick else 10.0, seconds=600)[0]
+    return [{"delay_ms": 1e3 * seconds, "rows": rows} for seconds, rows in zip(DELAYS, found, strict=True)]
 
 
 def misses(each: Mapping[str, Any]) -> list[str]:

@@ -38,7 +38,7 @@ def test_the_flags_are_what_they_were():
     assert flags() == golden, "a flag changed: if that is meant, change tests/golden/cli_flags.json with it"
 
 
-@pytest.mark.parametrize("verb", ["study", "train", "report", "simulate", "tasks"])
+@pytest.mark.parametrize("verb", ["study", "train", "report", "simulate", "allreduce", "tasks"])
 def test_help_teaches_by_example(verb):
     result = call(verb, "--help")
     assert result.returncode == 0

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from largebatch.cli import audit, recipe, report, simulate, study, tasks, train
+from largebatch.cli import allreduce, audit, recipe, report, simulate, study, tasks, train
 from largebatch.cli.output import fail, say_stopped, write_stdout
 from largebatch.errors import LargebatchError
 
@@ -43,6 +43,7 @@ app.command("audit", help=audit.HELP)(audit.audit_command)
 app.command("recipe", help=recipe.HELP)(recipe.recipe_command)
 app.command("report", help=report.HELP)(report.report_command)
 app.command("simulate", help=simulate.HELP)(simulate.simulate_command)
+app.command("allreduce", help=allreduce.HELP)(allreduce.allreduce_command)
 app.command("tasks", help=tasks.HELP)(tasks.tasks_command)
 
 
@@ -59,8 +60,7 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command; return its exit code: 2 for a user's error, 130 when it was stopped."""
     logging.basicConfig(level=logging.WARNING, format="note: %(message)s")
-    signal.signal(signal.SIGINT, _stop)
-    signal.signal(signal.SIGTERM, _stop)
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         app(args=list(arguments))
     except LargebatchError as error:
@@ -71,4 +71,7 @@ def run(arguments: Sequence[str]) -> int:
         return 130
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
+    finally:  # from here on a signal ends the process without a word
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0
