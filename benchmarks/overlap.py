@@ -3,8 +3,8 @@
 Work: a backward of 6 layers that sleep and then hand over a bucket of 4 MiB each, on 4 and 8 hosts (network namespaces)
 with links of 1 Gbit/s; layers of 30 ms, which the network cannot follow, and of 90 ms, which it can. Bound: the largest
 over all buckets i of ready_i + the sum of comm_j for j >= i, where comm is the time that an all-reduce has the wire to
-itself, half of what two at once take in the same run; also the end of the backward + one all-reduce alone. No step can
-be shorter. (With comm of one all-reduce alone the hook may beat it, as another uses the wire while one waits.)
+itself, half of what two at once take in the same run; also the end of the backward + one all-reduce alone. Steps are
+shorter by noise only. (With comm of one all-reduce alone they may be: another uses the wire while one waits.)
 """
 
 from __future__ import annotations

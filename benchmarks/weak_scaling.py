@@ -19,7 +19,7 @@ NUM_HOSTS = (1, 2, 4, 8, 16)
 def main() -> None:
     """Measure each number of hosts on one network."""
     options = arguments(__doc__)
-    repeats = 2 if options.quick else 12
+    repeats = 2 if options.quick else 6
     work = Work(num_buckets=6, bucket_bytes=2 << 20, layer_s=0.06, repeats=repeats)
     found: dict[int, Measured] = {}
     try:
