@@ -128,14 +128,15 @@ def test_all_survivors_name_the_lost_rank_and_its_phase_within_the_timeout(world
     assert all(error.phase.startswith(known) for error, _, _ in found.values())
 
 
-def train_in_context(rank, act):
-    model = make_model(act)
+def train_in_context(rank, victim, act):
+    """DDP sends a batch norm's buffers from rank 0 before each forward: by its own group, which we do not see."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(30, 30), nn.BatchNorm1d(30)))
     try:
         with pipelined_allreduce(model, timeout=TIMEOUT, **HALVING) as handle:
-            for step in range(4):
-                if step == 2 and rank == 1:
+            for step in range(40):
+                if step == 2 and rank == victim:
                     act()
-                model(torch.randn(4, 30), False).square().mean().backward()
+                model(torch.randn(4, 30)).square().mean().backward()
                 handle.check()
     except (PeerLostError, ValueError) as error:
         return error
@@ -143,12 +144,19 @@ def train_in_context(rank, act):
 
 
 def test_an_error_of_one_rank_alone_is_told_to_the_others_in_its_own_words():
-    found = survivors(3, [], train_in_context, own_error)
+    found = survivors(3, [], train_in_context, 1, own_error)
     assert type(found[1]) is ValueError
     for rank in (0, 2):
         assert type(found[rank]) is PeerLostError
         assert found[rank].rank == 1
         assert "it raised ValueError: a picture that cannot be read" in str(found[rank])
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_while_others_are_in_a_forward_is_named_too(victim):
+    found = survivors(3, [victim], train_in_context, victim, KILL)
+    assert {type(error) for error in found.values()} == {PeerLostError}, found
+    assert {error.rank for error in found.values()} == {victim}
 
 
 class Memory:

@@ -33,7 +33,7 @@ from largebatch.parallel.calibrate import calibrate
 from largebatch.parallel.choose import BACKEND
 from largebatch.parallel.group_transport import GroupTransport
 from largebatch.parallel.lanes import Lanes
-from largebatch.parallel.lost import PATIENCE, Observed, RollCall, said_by
+from largebatch.parallel.lost import PATIENCE, Observed, RollCall, break_off, said_by
 from largebatch.parallel.routes import Route, UnreachedError
 from largebatch.parallel.topology import Topology, find_topology
 from largebatch.parallel.transport import PeerLostError
@@ -76,6 +76,7 @@ class PipelinedAllreduce:
     ) -> None:
         """As `pipelined_allreduce` says."""
         group: Any = model.process_group
+        self._model_group = group
         ranks = dist.get_process_group_ranks(group)
         self.choose = choose
         """The algorithm's name for a bucket of so many bytes; `Choices` where "auto" has measured it."""
@@ -83,14 +84,14 @@ class PipelinedAllreduce:
         self._lanes = Lanes(concurrency, self._on_error)
         patience = PATIENCE * timeout
         messages = [_new_group(ranks, "gloo", patience) for _ in range(concurrency)]
-        backend = str(dist.get_backend(group))
+        backend = dist.get_backend_config(group)
         wholes = [_new_group(ranks, backend, patience) for _ in range(concurrency)] if uses_backend else []
         place = ranks.index(dist.get_rank())
         local = [ranks[other] for other in topology.ranks_of(topology.hosts[place])]
         insides = [_new_group(local, inside, patience) for _ in range(concurrency)] if inside else []
         self._groups = [*messages, *wholes, *insides]
         store = messages[0].get_group_store()  # under a prefix of this group's own
-        self._roll = RollCall(store, rank=dist.get_rank(), ranks=ranks, timeout=timeout, on_lost=self._lanes.stop)
+        self._roll = RollCall(store, rank=dist.get_rank(), ranks=ranks, timeout=timeout, on_lost=self._on_lost)
         self._routes = [
             Route(
                 lane=lane, roll=self._roll, topology=topology, wire=wire,
@@ -130,13 +131,12 @@ class PipelinedAllreduce:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close; an error from inside is told to the other ranks, and one that a lost rank has caused is named."""
-        lost = self._lanes.error
-        if error is not None and lost is None:
+        if error is not None and self._lanes.error is None:
             self._roll.confess("outside of the all-reduces", error)
-            self._lanes.stop(error)
+        lost = self._lanes.error
         self.close()
-        if isinstance(error, RuntimeError) and isinstance(lost, PeerLostError) and error is not lost:
-            raise lost from error  # such as gloo's message out of DDP's own broadcast of buffers
+        if isinstance(error, RuntimeError) and isinstance(lost, PeerLostError) and lost.rank != dist.get_rank():
+            raise lost from (None if lost is error else error)  # such as gloo's, out of DDP's broadcast of buffers
 
     def _start(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         values, number = bucket.buffer(), bucket.index()
@@ -169,6 +169,12 @@ class PipelinedAllreduce:
         if lane not in self._streams:
             self._streams[lane] = torch.cuda.Stream(device)
         return self._streams[lane]
+
+    def _on_lost(self, error: PeerLostError) -> None:
+        """End every wait, also of DDP's own collectives outside of the backward."""
+        self._lanes.stop(error)
+        for group in (*self._groups, self._model_group):
+            break_off(group)
 
     def _on_error(self, lane: int, error: BaseException) -> None:
         """In a lane's thread: find out with the others who was lost, or tell them that it is this rank."""

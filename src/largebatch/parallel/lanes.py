@@ -85,13 +85,12 @@ class Lanes:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the threads, once what they have begun is done; after `stop`, without waiting."""
+        """End the threads, once what they have begun is done; after `stop`, without waiting for long."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._error is None:
-            for thread in self._threads:
-                thread.join()
+        for thread in self._threads:
+            thread.join(None if self._error is None else 1.0)
 
     def _is_idle(self) -> bool:
         return not self._running and not any(number in self._waiting for number in self._next)

@@ -14,8 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from largebatch.parallel.transport import PeerLostError, Pending, Transport
@@ -24,6 +27,8 @@ PATIENCE = 0.7
 """Share of the timeout that a rank waits for a message before it raises the alarm."""
 GRACE = 0.2
 """Share of the timeout that ranks have to answer."""
+_NEVER_SENT = 2**31 - 1
+"""A tag."""
 _ALARM, _VERDICT, _HERE = "largebatch/alarm", "largebatch/verdict", "largebatch/here"
 
 
@@ -54,7 +59,7 @@ class Alarm:
     by: int
     """That rank."""
     suspects: tuple[int, ...]
-    """The rank it waited for; several where a collective does not tell."""
+    """The rank it waited for; several where a collective does not tell; itself where it raised an error."""
     phase: str
     """What it was doing."""
     said: str
@@ -90,6 +95,8 @@ def judge(alarm: Alarm, answers: Mapping[int, Sequence[Wait]], ranks: Sequence[i
     if missing:
         lost = next((rank for rank in missing if rank in alarm.suspects), missing[0])
         return lost, _phase_of(lost, alarm, answers)
+    if alarm.suspects == (alarm.by,):
+        return alarm.by, alarm.phase
     lost, seen = alarm.suspects[0], set[int]()
     if len(alarm.suspects) > 1:
         lost = next((rank for rank in alarm.suspects if not answers[rank]), lost)
@@ -97,6 +104,19 @@ def judge(alarm: Alarm, answers: Mapping[int, Sequence[Wait]], ranks: Sequence[i
         seen.add(lost)
         lost = answers[lost][0].ranks[0]
     return lost, _phase_of(lost, alarm, answers)
+
+
+def _verdict(
+    alarm: Alarm, answers: Mapping[int, Sequence[Wait]], ranks: Sequence[int], waited: float
+) -> dict[str, object]:
+    """What PeerLostError takes."""
+    rank, phase = judge(alarm, answers, ranks)
+    seen = f"rank {alarm.by} said: {alarm.said}"
+    if rank not in answers:
+        said = f"it did not answer within {waited:.2g} s; {seen}"
+    else:
+        said = alarm.said if rank == alarm.by else f"it lives, and takes no part; {seen}"
+    return {"rank": rank, "phase": phase, "said": said}
 
 
 def _phase_of(lost: int, alarm: Alarm, answers: Mapping[int, Sequence[Wait]]) -> str:
@@ -159,18 +179,8 @@ class RollCall:
             self._decide(self._without_store("does not answer"))
 
     def confess(self, phase: str, error: BaseException) -> None:
-        """Tell the others that this rank raised an error of its own and takes part no more."""
-        said = f"it raised {type(error).__name__}: {error}"
-        verdict = json.dumps({"rank": self._rank, "phase": phase, "said": said})
-
-        def tell() -> None:
-            self._store.compare_set(_VERDICT, "", verdict)
-            self._store.compare_set(_ALARM, "", json.dumps(asdict(self._alarm_of(phase, said))))
-
-        thread = threading.Thread(target=_quietly(tell), daemon=True)  # a store that hangs is not to hold up the error
-        thread.start()
-        thread.join(self._grace)
-        self.close()
+        """Tell the others that this rank raised an error and takes part no more; it may be by a rank that is lost."""
+        self.alarm((self._rank,), phase, f"it raised {type(error).__name__}: {error}", is_gone=True)
 
     def close(self) -> None:
         """Watch no more."""
@@ -178,9 +188,6 @@ class RollCall:
         self._woken.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(self._grace)
-
-    def _alarm_of(self, phase: str, said: str) -> Alarm:
-        return Alarm(by=self._rank, suspects=(self._rank,), phase=phase, said=said, is_gone=True)
 
     def _watch(self) -> None:
         try:
@@ -202,19 +209,16 @@ class RollCall:
         self._store.set(f"{_HERE}/{self._rank}", json.dumps([asdict(wait) for wait in waits]))
         alarm = _alarm(self._store.get(_ALARM))
         started = time.monotonic()
+        keys = {rank: f"{_HERE}/{rank}" for rank in self._ranks}
         while not self._store.check([_VERDICT]):
-            here = {rank for rank in self._ranks if self._store.check([f"{_HERE}/{rank}"])}
             waited = time.monotonic() - started
-            missing = set(self._ranks) - here
-            known = missing <= set(alarm.suspects) and alarm.is_gone and waited > self._grace / 3
-            if not missing or known or waited > self._grace:
-                answers = {rank: _waits(self._store.get(f"{_HERE}/{rank}")) for rank in here}
-                rank, phase = judge(alarm, answers, self._ranks)
-                said = f"rank {alarm.by} said: {alarm.said}" + (
-                    f"; it did not answer within {waited:.2g} s" if missing else "; it lives, and takes no part"
-                )
-                self._store.compare_set(_VERDICT, "", json.dumps({"rank": rank, "phase": phase, "said": said}))
-                break
+            if self._store.check(list(keys.values())) or waited > self._grace / 3:
+                here = [rank for rank, key in keys.items() if self._store.check([key])]
+                missing = [rank for rank in self._ranks if rank not in here]
+                is_plain = alarm.is_gone and set(missing) <= set(alarm.suspects)
+                if is_plain or not missing or waited > self._grace:
+                    answers = {rank: _waits(self._store.get(keys[rank])) for rank in here}
+                    self._store.compare_set(_VERDICT, "", json.dumps(_verdict(alarm, answers, self._ranks, waited)))
             time.sleep(self._pause / 4)
         return PeerLostError(**json.loads(self._store.get(_VERDICT)))
 
@@ -222,8 +226,8 @@ class RollCall:
         """The verdict of this rank alone: a store that is gone says that its host, that of rank 0, is."""
         own, waits = self._own, list(self._waits.copy().values())
         phase = own.phase if own is not None else waits[0].phase if waits else "none was under way here"
-        suspect = 0 if self._rank != 0 or own is None else own.suspects[0]
-        if own is not None and own.is_gone and len(own.suspects) == 1:
+        suspect = 0
+        if own is not None and own.suspects != (self._rank,) and (self._rank == 0 or own.is_gone):
             suspect = own.suspects[0]
         return PeerLostError(suspect, phase, f"the job's store, which the host of rank 0 keeps, {what}")
 
@@ -246,14 +250,19 @@ def _waits(text: bytes) -> list[Wait]:
     return [Wait(ranks=tuple(wait["ranks"]), phase=wait["phase"], since=wait["since"]) for wait in waits]
 
 
-def _quietly(tell: Callable[[], None]) -> Callable[[], None]:
-    def run() -> None:
-        try:
-            tell()
-        except (RuntimeError, OSError):
-            return  # the store is gone: nobody is left to tell
+def break_off(group: Any) -> None:
+    """Have everything that waits in a process group end in an error, in whatever thread.
 
-    return run
+    gloo's own `abort` leaves what waits waiting (torch 2.14). But a receive that times out closes all connections of
+    its group, so one is started that nobody sends to.
+    """
+    if group.size() == 1:
+        return
+    try:
+        group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NEVER_SENT).wait(timedelta(milliseconds=10))
+    except RuntimeError:  # as it was to be; NCCL does not take a tensor on the CPU
+        if "nccl" in str(dist.get_backend_config(group)):
+            group.abort()
 
 
 def said_by(error: RuntimeError) -> str:
