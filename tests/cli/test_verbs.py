@@ -55,7 +55,7 @@ def test_tasks_are_listed_with_what_they_are():
     lines = call("tasks").stdout.splitlines()
     assert [line.split()[0] for line in lines] == [
         "detection", "digits", "fashion-mnist", "imagenet", "imagenet-resnet101", "imagenet-resnet18", "mnist",
-        "stamps",
+        "openclipart", "stamps",
     ]  # fmt: skip
     assert all(len(line.split()) > 5 for line in lines)
 
