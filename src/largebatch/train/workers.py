@@ -16,8 +16,10 @@ from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from largebatch.errors import ConfigError, LargebatchError
+from largebatch.train.meeting import meet
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _BACKENDS = ("gloo", "Gloo", "NCCL", "TCPStore", "ProcessGroup")
@@ -193,7 +195,8 @@ def joined(device: str | None = None) -> Generator[Workers]:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
         with _ending_at_once():
-            dist.init_process_group(backend)
+            store, _, _ = next(rendezvous("env://", rank, world_size))
+            dist.init_process_group(backend, store=meet(store, rank, world_size), rank=rank, world_size=world_size)
     except (RuntimeError, ValueError) as error:
         said = " ".join(str(error).split())
         if "EADDRINUSE" in said or "already in use" in said:
