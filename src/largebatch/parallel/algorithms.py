@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from largebatch.errors import ConfigError
+from largebatch.parallel.doubling import doubling
 from largebatch.parallel.halving_doubling import halving_doubling
 from largebatch.parallel.hierarchical import hierarchical
 from largebatch.parallel.ring import ring
 from largebatch.parallel.topology import Topology
 from largebatch.parallel.transport import Transport
 
-NAMES = ("ring", "halving_doubling", "hierarchical", "hierarchical_sharded")
+NAMES = ("ring", "halving_doubling", "doubling", "hierarchical", "hierarchical_sharded")
 """What `find` knows."""
 
 
@@ -44,6 +45,8 @@ def find(name: str, topology: Topology | None = None) -> Allreduce:
         return ring
     if name == "halving_doubling":
         return halving_doubling
+    if name == "doubling":
+        return doubling
     if name not in NAMES:
         raise ConfigError(f"there is no all-reduce called {name!r}; there are {', '.join(NAMES)}.")
     if topology is None:
