@@ -50,6 +50,7 @@ def against_backend(
                 "num_bytes": size, "chosen": name, "ratio": statistics.median(ratios),
                 "halving_doubling_ratio": statistics.median(own),
                 "ms": {each: 1e3 * statistics.median(taken[each]) for each in names}, "samples": len(ratios),
+                "best_ms": {each: 1e3 * min(taken[each]) for each in names},
                 "low": min(ratios), "high": max(ratios),
             }
         )  # fmt: skip

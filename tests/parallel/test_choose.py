@@ -169,3 +169,9 @@ def test_no_line_of_positive_parts_is_nearer_than_the_fitted_one(seconds):
     scale = min(seconds.values())
     assert error(found.latency + 1e-3 * scale, found.seconds_per_byte) >= least * (1 - 1e-6) - 1e-12
     assert error(found.latency, found.seconds_per_byte + 1e-3 * scale / max(seconds)) >= least * (1 - 1e-6) - 1e-12
+
+
+@pytest.mark.parametrize(("ours", "chosen"), [(0.96, BACKEND), (0.94, "ring")])
+def test_what_is_hardly_faster_than_the_backend_does_not_take_its_place(ours, chosen):
+    row = Timing(num_bytes=1024, seconds={"ring": ours, BACKEND: 1.0})
+    assert tabulate([row], FLAT, LINKS, margin=0.05)(1024) == chosen
