@@ -133,12 +133,21 @@ def hosts(num_hosts: int, rate: str = "") -> Iterator[Network]:
     Raises:
         NoHostsError: not on this machine.
     """
+    _remove_leftovers()
     prefix = f"lb{os.getpid() % 10**7}x"
     _script(prefix, "up", str(num_hosts), *([rate] if rate else []))
     try:
         yield Network(prefix=prefix, num_hosts=num_hosts)
     finally:
         _script(prefix, "down")
+
+
+def _remove_leftovers() -> None:
+    """Remove the hosts of processes that were killed."""
+    for switch in Path("/run/netns").glob("lb*xsw"):
+        number = switch.name[2:-3]
+        if number.isdecimal() and not Path(f"/proc/{number}").exists():
+            _script(f"lb{number}x", "down")
 
 
 def _script(prefix: str, *words: str) -> None:
