@@ -56,6 +56,18 @@ def test_the_command_it_prints_stands_alone_on_standard_output(cli):
     assert "4 ghost batches of 32" in err and "32 at a time" in err
 
 
+def test_the_batch_of_all_workers_is_the_same_as_the_share_of_each(cli):
+    shares, whole, both = (
+        cli("imagenet", "--gpus", 64, *how, "--json")
+        for how in (["--local-batch", 128], ["--batch", 8192], ["--batch", 8192, "--local-batch", 128])
+    )
+    assert shares[0] == 0 and shares == whole == both
+    code, _, err = cli("imagenet", "--gpus", 64, "--batch", 8192, "--local-batch", 32)
+    assert code == 2 and "--batch 8192 is not --gpus 64 times --local-batch 32, which is 2048" in err
+    code, _, err = cli("imagenet", "--gpus", 64, "--batch", 8200)
+    assert code == 2 and "8192" in err  # the nearest that can be dealt out
+
+
 def test_a_batch_beyond_the_elbow_is_told_and_nothing_is_promised_beyond_the_figures(cli):
     _, _, err = cli("imagenet", "--gpus", 512)
     assert "24.79 ± 0.27 %" in err and "beyond the elbow at 8192" in err and "note: a batch of 16384 is beyond" in err

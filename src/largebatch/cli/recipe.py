@@ -188,6 +188,9 @@ def recipe_command(
         int | None,
         typer.Option(min=1, help="Units of each worker in a step. [default: the baseline's n, or its batch]"),
     ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Units in a step, over all workers, instead of --local-batch.")
+    ] = None,
     images_per_second: Annotated[
         float | None, typer.Option(help="What one GPU trains. [default: what was published]")
     ] = None,
@@ -197,9 +200,14 @@ def recipe_command(
     """Print the resolved recipe and the command."""
     known = known_task(task, data)
     recipe = known.recipe
-    local = local_batch or recipe.batchnorm_n or known.microbatch or recipe.reference_batch
+    if batch is not None and local_batch is not None and batch != gpus * local_batch:
+        raise ConfigError(
+            f"--batch {batch} is not --gpus {gpus} times --local-batch {local_batch}, which is {gpus * local_batch}. "
+            "Give one of --batch and --local-batch."
+        )
+    size = batch or gpus * (local_batch or recipe.batchnorm_n or known.microbatch or recipe.reference_batch)
     typed = task if task.endswith(".py") else None
-    description = describe(known, batch=gpus * local, gpus=gpus, images_per_second=images_per_second, given=typed)
+    description = describe(known, batch=size, gpus=gpus, images_per_second=images_per_second, given=typed)
     if as_json:
         write_stdout(json.dumps(description.to_json(), indent=1))
     else:

@@ -295,8 +295,9 @@ def _in_one_voice(workers: Workers) -> Generator[None]:
         logging.getLogger("largebatch.train.feed").setLevel(logging.WARNING)
     try:
         yield
-    except StoppedError:
+    except StoppedError as why:
         if workers.is_first:
+            console.print(f"note: {why}", soft_wrap=True, markup=False)
             say_stopped()
         raise typer.Exit(130) from None
     except (WorkerLostError, DivergedError) as error:

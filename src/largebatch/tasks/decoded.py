@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import warnings
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def small_picture(path: Path, size: int) -> NDArray[np.uint8]:
         UnreadableError: the file is no whole picture.
     """
     try:
-        with Image.open(path) as picture:
+        with warnings.catch_warnings(action="ignore"), Image.open(path) as picture:  # about large ones, which are few
             longest = max(picture.size)
             wide, high = (max(1, round(side * size / longest)) for side in picture.size)
             # Colours weighed by their opacity, which averaging must not let transparent pixels add to.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from largebatch.errors import DataError
 from largebatch.recipe.sampler import eval_share
 from largebatch.tasks.task import Split, Task
 from largebatch.train.spread import Spread
@@ -35,6 +36,30 @@ def goal_batches(task: Task, workers: Workers) -> list[Any]:
     return [to_device(batch, workers.device) for batch in _batches(task, task.train, own)]
 
 
+def refuse_none(count: float, task: Task, what: str, skipped: list[tuple[str, str]], workers: Workers) -> None:
+    """Go on where any example was left to evaluate; every worker calls it.
+
+    Args:
+        count: units evaluated, over all workers.
+        task: whose examples they are.
+        what: which of its examples, in words.
+        skipped: what this worker left out, as (name, why).
+        workers: all of them.
+
+    Raises:
+        DataError: there is none, on every worker alike; the sentence names the first that were left out on any.
+    """
+    if count:
+        return
+    names = [f"{name} ({why})" for found in workers.gather(skipped) for name, why in found]
+    named = f": {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" if names else ""
+    with workers.alike():
+        raise DataError(
+            f"none of the {what} of task {task.name!r} can be read{named}. Fetch them again, or delete "
+            "those that cannot."
+        )
+
+
 def mean_loss(task: Task, spread: Spread, batches: list[Any], workers: Workers) -> float:
     """Mean loss per unit over the workers' `batches`, in evaluation mode; draws no random number."""
     loss, count = _sums(task, spread, iter(batches), workers, task.loss)
@@ -42,10 +67,17 @@ def mean_loss(task: Task, spread: Spread, batches: list[Any], workers: Workers) 
 
 
 def held_out(task: Task, spread: Spread, workers: Workers) -> tuple[float, float]:
-    """(error, loss) per unit on the held-out split, in evaluation mode; every example counts once."""
+    """(error, loss) per unit on the held-out split, in evaluation mode; every example counts once.
+
+    Raises:
+        DataError: no held-out example can be read.
+    """
     own = torch.tensor(list(eval_share(len(task.held_out), workers.rank, workers.world_size)), dtype=torch.int64)
     batches = (to_device(batch, workers.device) for batch in _batches(task, task.held_out, own))
     errors, loss, count = _sums(task, spread, batches, workers, task.errors, task.loss)
+    if not count:
+        skipped = getattr(task.held_out, "take_skipped", list)()
+        refuse_none(count, task, f"{len(task.held_out)} held-out examples", skipped, workers)
     return errors / count, loss / count
 
 
@@ -84,7 +116,9 @@ def _in_step(task: Task, batches: Iterator[Any], workers: Workers) -> Iterator[t
 def _batches(task: Task, split: Split, chosen: Tensor) -> Iterator[Any]:
     chunk = min(_CHUNK, task.max_microbatch)
     for start in range(0, len(chosen), chunk):
-        yield split.fetch(chosen[start : start + chunk])
+        batch = split.fetch(chosen[start : start + chunk])
+        if task.count(batch):  # of a split that leaves out what it cannot read, nothing may be left
+            yield batch
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

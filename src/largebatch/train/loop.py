@@ -25,7 +25,7 @@ from largebatch.records.files import read_json, write_json
 from largebatch.records.schema import RunRecord, RunSpec
 from largebatch.tasks.task import Task
 from largebatch.train.checkpoint import Checkpoints, save_weights
-from largebatch.train.evaluate import goal_batches, held_out, mean_loss
+from largebatch.train.evaluate import goal_batches, held_out, mean_loss, refuse_none
 from largebatch.train.feed import Feed, SkippingSplit
 from largebatch.train.progress import Progress, StepCallback
 from largebatch.train.run_lines import MeasuredRows, RunLines
@@ -35,7 +35,7 @@ from largebatch.train.workers import Workers, reporting_loss
 
 
 class StoppedError(BaseException):
-    """The run was asked to stop: its checkpoint stands, and the same call goes on from it.
+    """The run was asked to stop: the same call goes on from its last checkpoint, and the message says which that is.
 
     No error, so that no `except Exception` on the way takes it for one.
     """
@@ -200,7 +200,7 @@ class Run:
         task, spec, progress, workers = self.task, self.spec, self.progress, self.workers
         goals: list[Any] | None = None
         if spec.goals or spec.trace_loss:
-            goals = workers.all_or_none(lambda: goal_batches(task, workers))
+            goals = self._goal_batches()
         while True:
             if goals is not None and progress.step >= progress.next_evaluation:
                 loss = mean_loss(task, self._spread, goals, workers)
@@ -223,12 +223,27 @@ class Run:
             if self.on_step is not None and workers.is_first:
                 self.on_step(progress, float(taken.loss_sum) / taken.count, self._monitor)
             wants_stop, is_due = taken.asked
-            if wants_stop or is_due:
-                self._save()
+            saved = (wants_stop or is_due) and self._save()
             if wants_stop:
                 with workers.alike():
                     self._checkpoints.wait()
-                raise StoppedError(f"stopped after step {progress.step} of {spec.max_steps}; its checkpoint stands.")
+                stands = (
+                    "its checkpoint stands" if saved
+                    else "a weight is not finite there, so that no checkpoint was written: the same call goes on from "
+                    "the one before, or from the start where there is none"
+                )  # fmt: skip
+                raise StoppedError(f"stopped after step {progress.step} of {spec.max_steps}; {stands}.")
+
+    def _goal_batches(self) -> list[Any]:
+        task, workers = self.task, self.workers
+        goals = workers.all_or_none(lambda: goal_batches(task, workers))
+        # Taken now, or the next microbatch would give them out as its own.
+        skipped = task.train.take_skipped() if isinstance(task.train, SkippingSplit) else []
+        self._feed.leave_out(skipped)
+        (count,) = workers.sums(sum(task.count(batch) for batch in goals))
+        what = f"{min(task.num_goal_examples, len(task.train))} training examples on which goals are measured"
+        refuse_none(count, task, what, skipped, workers)
+        return goals
 
     def _end_epoch(self, taken: StepTaken) -> bool:
         """At an epoch's end evaluate on held-out data; return True when training has diverged, on all workers alike."""
@@ -257,12 +272,12 @@ class Run:
         self._lines.evaluation({"step": progress.step, "units": progress.units, **row})
         return False
 
-    def _save(self) -> None:
-        """Begin to write a checkpoint; none where a weight is not finite any more, so that the last is a good one."""
+    def _save(self) -> bool:
+        """Begin to write a checkpoint, unless a weight is not finite any more: the last is a good one. Was it begun?"""
         self._last_saved = time.monotonic()
         bad = sum(int(not torch.isfinite(_own(weights)).all()) for weights in self._spread.core.parameters())
         if any(self.workers.sums(bad)):
-            return
+            return False
         self._gather_skipped()
         monitor = self._monitor.state_dict() if self._monitor is not None else None
         self._lines.steps(self._rows.take())
@@ -277,6 +292,7 @@ class Run:
         }
         with self.workers.alike():
             self._checkpoints.save(self.progress.step, self._state(), facts)
+        return True
 
     def _state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
