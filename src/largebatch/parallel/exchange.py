@@ -186,18 +186,19 @@ def _carry_out(values: Tensor, shadow: Tensor, transport: Transport, plan: Plan,
         start()
     for gives, takes, is_even in cut.sums:
         # Where the same segments go and come, each has to be gone before what comes is added to it.
-        gone = len(sent) if gives and takes and gives[0].start == takes[0].start else -1
+        swaps = bool(gives and takes) and gives[0].start == takes[0].start
+        going = deque[Pending]() if swaps else sent
         for peer, first, last, phase, _ in gives:
             message = shadow[first:last]
             if converts:
                 message.copy_(values[first:last])
-            sent.append(send(message, peer, phase))
-        for number, (_, first, last, _, _) in enumerate(takes):
+            going.append(send(message, peer, phase))
+        for _, first, last, _, _ in takes:
             place = values[first:last]
             message, pending = started.popleft()
             pending.wait()
-            if gone >= 0:
-                sent[gone + number].wait()
+            if isinstance(going, deque):
+                going.popleft().wait()
             if is_even and converts:
                 place.copy_(shadow[first:last].copy_(place))
             place.add_(message)
