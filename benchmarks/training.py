@@ -223,7 +223,7 @@ def compare(work: Work, *, pairs: int) -> dict[str, Any]:
             kind: [getattr(mine, clock) / getattr(other, clock) for measured, mine, other in found if measured == kind]
             for kind in (False, True)
         }
-        middle, low, high = summary(ratios[False])
+        middle, low, high = summary(ratios[False] or ratios[True])
         if work.measured:
             measured_ratio = summary(ratios[True])[0]
             said[f"{clock}, unmeasured and measured steps"] = [round(1 / middle, 4), round(1 / measured_ratio, 4)]
