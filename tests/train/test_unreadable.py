@@ -87,8 +87,7 @@ def test_goal_examples_that_are_all_unreadable_are_named(tmp_path, world_size):
         assert f"row {int(goal_indices(torn_goals())[0])} (drawn to be bad)" in sentence
 
 
-@pytest.mark.parametrize("loaders", [0, 1])
-def test_an_unreadable_goal_example_is_its_own_and_no_microbatchs(tmp_path, caplog, monkeypatch, loaders):
+def test_an_unreadable_goal_example_is_its_own_and_no_microbatchs(tmp_path, caplog, monkeypatch):
     """It is named before the first microbatch is asked for, and counted once; no step meets it."""
     task = replace(linear_task(num_examples=400), num_goal_examples=6)
     spec = replace(SPEC, trace_loss=True)
@@ -101,7 +100,7 @@ def test_an_unreadable_goal_example_is_its_own_and_no_microbatchs(tmp_path, capl
         return step(feed)
 
     monkeypatch.setattr(Feed, "step", noting)
-    train(torn_goals([bad]), spec, tmp_path, loaders=loaders)
+    train(torn_goals([bad]), spec, tmp_path)
     assert named == [True] * 3
     assert read_json(tmp_path / "skipped.json") == {f"row {bad}": 1}
 
