@@ -1,6 +1,6 @@
 """largebatch: find the batch size that is worth it, then train at it without losing accuracy."""
 
-from largebatch import audit, testing
+from largebatch import audit, parallel, testing
 from largebatch.errors import (
     CheckpointError,
     ConfigError,
@@ -64,6 +64,7 @@ __all__ = [
     "count_wrong",
     "cross_entropy_sum",
     "noise_scale",
+    "parallel",
     "rank_slice",
     "recipes",
     "solve_moments",

@@ -78,7 +78,23 @@ def halving_doubling(size, num_bytes):
     return programs
 
 
-PROGRAMS = {"ring": ring, "halving_doubling": halving_doubling, "tree": tree}
+def doubling(size, num_bytes):
+    levels = size.bit_length() - 1
+    half = 1 << levels
+    programs = []
+    for rank in range(size):
+        if rank >= half:
+            programs.append([Step([(rank - half, num_bytes)], []), Step([], [(rank - half, num_bytes, False)])])
+            continue
+        beyond = [rank + half] if rank + half < size else []
+        program = [Step([], [(other, num_bytes, True)]) for other in beyond]
+        for level in range(levels):
+            program.append(Step([(rank ^ 1 << level, num_bytes)], [(rank ^ 1 << level, num_bytes, True)]))
+        programs.append(program + [Step([(other, num_bytes)], []) for other in beyond])
+    return programs
+
+
+PROGRAMS = {"ring": ring, "halving_doubling": halving_doubling, "doubling": doubling, "tree": tree}
 
 
 def finish(programs, start, latency, per_byte, reduce_per_byte=0.0):

@@ -24,7 +24,9 @@ def every_message(algorithm, num_bytes, size, link):
     return max(ends)
 
 
-@pytest.mark.parametrize(("algorithm", "steps"), [("ring", 62), ("halving_doubling", 10), ("tree", 10)])
+@pytest.mark.parametrize(
+    ("algorithm", "steps"), [("ring", 62), ("halving_doubling", 10), ("doubling", 5), ("tree", 10)]
+)
 def test_steps_at_32_ranks(algorithm, steps):
     assert allreduce_seconds(algorithm, 0, 32, LinkCost(1.0, 0.0)) == steps  # Goyal 2017, section 4
 
@@ -41,10 +43,10 @@ def test_a_power_of_two_costs_what_its_messages_take(algorithm, size, num_bytes,
     assert allreduce_seconds(algorithm, num_bytes, size, link) == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
-@given(st.integers(1, 13), SIZES, LINKS)
-def test_a_ring_of_any_size_costs_what_its_messages_take(size, num_bytes, link):
-    expected = every_message("ring", num_bytes, size, link)
-    assert allreduce_seconds("ring", num_bytes, size, link) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+@given(st.sampled_from(["ring", "doubling"]), st.integers(1, 13), SIZES, LINKS)
+def test_a_ring_and_doubling_of_any_size_cost_what_their_messages_take(algorithm, size, num_bytes, link):
+    expected = every_message(algorithm, num_bytes, size, link)
+    assert allreduce_seconds(algorithm, num_bytes, size, link) == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 @given(st.integers(3, 47), SIZES, LINKS)

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from largebatch.errors import ConfigError
 from largebatch.parallel.known_models import KNOWN_MODELS, known_profile
-from largebatch.parallel.profile import LayerProfile, ModelProfile, profile
+from largebatch.parallel.model_profile import LayerProfile, ModelProfile, profile
 
 
 def sizes(model):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from largebatch.errors import ConfigError
 from largebatch.parallel.cost import ALGORITHMS, LinkCost, allreduce_seconds
 from largebatch.parallel.known_models import known_profile
-from largebatch.parallel.profile import LayerProfile, ModelProfile
+from largebatch.parallel.model_profile import LayerProfile, ModelProfile
 from largebatch.parallel.simulate import (
     GOYAL_2017,
     Cluster,

@@ -10,7 +10,7 @@ import typer
 
 from largebatch.cli.output import console, print_table, write_stdout
 from largebatch.errors import ConfigError, StorageError
-from largebatch.parallel.cost import ALGORITHMS, LinkCost
+from largebatch.parallel.cost import LinkCost
 from largebatch.parallel.known_models import KNOWN_MODELS, known_profile
 from largebatch.parallel.simulate import (
     GOYAL_2017,
@@ -25,6 +25,7 @@ from largebatch.parallel.simulate import (
     trace_events,
 )
 from largebatch.parallel.simulate import quantities as read
+from largebatch.parallel.simulate.cluster import BETWEEN_HOSTS
 from largebatch.parallel.simulate.goyal import BACKWARD_SECONDS
 from largebatch.parallel.simulate.point import BUCKET_BYTES, MEBIBYTE
 
@@ -84,16 +85,16 @@ def simulate_command(
         intra=_intra(intra), gpus_per_host=gpus_per_host, jitter=read.share(jitter, "--jitter"),
         straggler_seconds=read.seconds(straggler, "--straggler"), slow_link=slow_link,
     )  # fmt: skip
-    if algorithm is not None and algorithm not in ALGORITHMS:
-        raise ConfigError(f"--algorithm is one of {', '.join(ALGORITHMS)}; got {algorithm!r}.")
+    if algorithm is not None and algorithm not in BETWEEN_HOSTS:
+        raise ConfigError(f"--algorithm is one of {', '.join(BETWEEN_HOSTS)}; got {algorithm!r}.")
     sizes = BUCKET_BYTES if bucket is None else (read.num_bytes(bucket, "--bucket"),)
     rows: list[tuple[Point, dict[str, Point]]] = []
     for count in counts:
         each = {
             name: best_point(workload, count, cluster, algorithms=(name,), bucket_bytes=sizes, concurrency=concurrency)
-            for name in ALGORITHMS
+            for name in BETWEEN_HOSTS
         }
-        taken = ALGORITHMS if algorithm is None else (algorithm,)
+        taken = BETWEEN_HOSTS if algorithm is None else (algorithm,)
         best = best_point(workload, count, cluster, algorithms=taken, bucket_bytes=sizes, concurrency=concurrency)
         rows.append((best, each))
     points = [best for best, _ in rows]
@@ -168,7 +169,7 @@ def _print_points(model: str, workload: Workload, rows: list[tuple[Point, dict[s
     )  # fmt: skip
     print_table(
         "the step in ms with each algorithm",
-        ("GPUs", *ALGORITHMS, "link busy ms", "units/s"),
+        ("GPUs", *BETWEEN_HOSTS, "link busy ms", "units/s"),
         [
             (
                 f"{point.gpus:,}", *(f"{other.iteration_seconds * 1e3:.1f}" for other in each.values()),

@@ -112,10 +112,10 @@ def candidates(topology: Topology) -> tuple[str, ...]:
     """What can be the fastest: two levels only where there are hosts of several ranks.
 
     >>> candidates(Topology((0, 1, 2)))
-    ('ring', 'halving_doubling', 'backend')
+    ('ring', 'halving_doubling', 'doubling', 'backend')
     """
     levels = ("hierarchical", "hierarchical_sharded")
-    return ("ring", "halving_doubling", *(levels if _has_levels(topology) else ()), BACKEND)
+    return ("ring", "halving_doubling", "doubling", *(levels if _has_levels(topology) else ()), BACKEND)
 
 
 def choose(num_bytes: int, topology: Topology, links: Links) -> str:
@@ -123,6 +123,8 @@ def choose(num_bytes: int, topology: Topology, links: Links) -> str:
 
     >>> slow = LinkCost(50e-6, 1e-9)
     >>> choose(1024, Topology(tuple(range(32))), Links(inside=slow, between=slow))
+    'doubling'
+    >>> choose(1 << 20, Topology(tuple(range(32))), Links(inside=slow, between=slow))
     'halving_doubling'
 
     Source: Goyal et al. 2017, section 4 (steps and bytes of ring and halving/doubling).

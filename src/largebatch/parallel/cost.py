@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from largebatch.errors import ConfigError
 
-ALGORITHMS = ("ring", "halving_doubling", "tree")
+ALGORITHMS = ("ring", "halving_doubling", "doubling", "tree")
 """What `allreduce_seconds` knows."""
 
 
@@ -68,7 +68,8 @@ def allreduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: L
 
     Args:
         algorithm: "ring": 2 (p-1) steps of b/p. "halving_doubling": 2 log2(p) steps, 2 (p-1)/p b bytes; binary blocks
-            by the formula of this module. "tree": reduce, then broadcast along a binomial tree, 2 ceil(log2 p) steps
+            by the formula of this module. "doubling": log2(p) steps of b, and two more where p is no power of two,
+            for the ranks beyond the largest. "tree": reduce, then broadcast along a binomial tree, 2 ceil(log2 p) steps
             of b.
         num_bytes: b, of the buffer.
         world_size: p, >= 1; one rank costs nothing.
@@ -97,6 +98,10 @@ def allreduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: L
     if algorithm == "ring":
         part = num_bytes / world_size
         return (world_size - 1) * (link.reduced(part) + link.seconds(part))
+    if algorithm == "doubling":
+        levels = world_size.bit_length() - 1
+        beyond = 0.0 if world_size == 1 << levels else link.reduced(num_bytes) + link.seconds(num_bytes)
+        return levels * link.reduced(num_bytes) + beyond
     if algorithm == "tree":
         levels = (world_size - 1).bit_length()
         return levels * (link.reduced(num_bytes) + link.seconds(num_bytes))

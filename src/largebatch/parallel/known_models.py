@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from largebatch.errors import ConfigError
-from largebatch.parallel.profile import LayerProfile, ModelProfile
+from largebatch.parallel.model_profile import LayerProfile, ModelProfile
 
 _FLOAT_BYTES = 4
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from largebatch.errors import ConfigError
 from largebatch.parallel.cost import LinkCost
-from largebatch.parallel.profile import ModelProfile
+from largebatch.parallel.model_profile import ModelProfile
+
+BETWEEN_HOSTS = ("ring", "halving_doubling", "tree")
+"""What the simulator puts between hosts: what Goyal et al. 2017 compare, and the tree of NCCL."""
 
 NVLINK = LinkCost(10e-6, 1 / 60e9)
 """Between the GPUs of a host over NVLink: 60 GB/s, the rings of a first-generation cube mesh together."""
@@ -81,7 +84,7 @@ class Plan:
     """How gradients are sent."""
 
     algorithm: str = "halving_doubling"
-    """Between hosts: one of `largebatch.parallel.cost.ALGORITHMS`."""
+    """Between hosts: one of `BETWEEN_HOSTS`."""
     bucket_bytes: float = 25 * 2**20
     """A bucket is full when it holds so many, as in DistributedDataParallel; 0 sends each layer on its own."""
     concurrency: int = 2

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from largebatch.errors import ConfigError
-from largebatch.parallel.cost import ALGORITHMS, LinkCost, hierarchical_phases
-from largebatch.parallel.profile import ModelProfile
-from largebatch.parallel.simulate.cluster import Cluster, Plan, Workload
+from largebatch.parallel.cost import LinkCost, hierarchical_phases
+from largebatch.parallel.model_profile import ModelProfile
+from largebatch.parallel.simulate.cluster import BETWEEN_HOSTS, Cluster, Plan, Workload
 from largebatch.parallel.simulate.engine import Bucket, Phase, Span, run_buckets
 from largebatch.parallel.simulate.jitter import expected_latest
 
@@ -56,7 +56,7 @@ class Point:
 def cut_into_buckets(profile: ModelProfile, bucket_bytes: float) -> list[tuple[float, float]]:
     """When each bucket is ready, and its bytes: layers in backward order until `bucket_bytes` are reached.
 
-    >>> from largebatch.parallel.profile import LayerProfile
+    >>> from largebatch.parallel.model_profile import LayerProfile
     >>> layers = tuple(LayerProfile(name=name, num_bytes=size, seconds=1.0) for name, size in zip("cba", (4, 4, 9)))
     >>> cut_into_buckets(ModelProfile(name="abc", layers=layers, measured=False), 8)
     [(2.0, 8), (3.0, 9)]
@@ -113,7 +113,7 @@ def simulate_point(workload: Workload, gpus: int, cluster: Cluster, plan: Plan) 
 
 
 def best_point(
-    workload: Workload, gpus: int, cluster: Cluster, *, algorithms: Sequence[str] = ALGORITHMS,
+    workload: Workload, gpus: int, cluster: Cluster, *, algorithms: Sequence[str] = BETWEEN_HOSTS,
     bucket_bytes: Sequence[float] = BUCKET_BYTES, concurrency: int = 2,
 ) -> Point:  # fmt: skip
     """The shortest step over algorithms and bucket sizes.
