@@ -16,6 +16,7 @@ hook's future arrives as a bare RuntimeError. Nothing is patched.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -106,6 +107,8 @@ class PipelinedAllreduce:
         hook: Any = lambda _, bucket: self._start(bucket)  # noqa: E731  (DDP refuses annotations that are strings)
         hook.__name__ = "allreduce_hook"  # as torch calls what leaves the mean gradient; the noise scale monitor asks
         model.register_comm_hook(None, hook)
+        # A thread of ours that is inside torch when the interpreter ends would abort the process.
+        weakref.finalize(self, _end_threads, self._roll, self._lanes)
 
     def check(self) -> None:
         """Raise PeerLostError if a rank was lost, as the next backward would."""
@@ -265,6 +268,12 @@ def pipelined_allreduce(
 
 def _always(name: str) -> Choose:
     return lambda _: name
+
+
+def _end_threads(roll: RollCall, lanes: Lanes) -> None:
+    roll.close()
+    lanes.stop(ConfigError("the process ends."))
+    lanes.close()
 
 
 def _new_group(ranks: list[int], backend: str, timeout: float) -> dist.ProcessGroup:
