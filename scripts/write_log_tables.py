@@ -131,6 +131,27 @@ def stamps(folder: Path) -> str:
     return table(head, rows)
 
 
+def transfer(folder: Path) -> str:
+    """One row per backbone: its batch and error, and the AP of the same fine-tune from it."""
+    rows = []
+    for row in json.loads((folder / "result.json").read_text())["rows"]:
+        batch, error = row["setting"]["backbone_batch"], row["backbone_error"]
+        aps = [f"{100 * row['trained'][ap]:.1f}" for ap in ("box_ap", "box_ap50", "mask_ap", "mask_ap50")]
+        start = ["none", "-"] if batch is None else [str(batch), f"{error:.1f}"]
+        rows.append([*start, *aps, str(row["steps"]), f"{row['seconds']:.0f} s"])
+    head = [
+        "backbone's batch",
+        "its error, %",
+        "box AP, %",
+        "box AP50",
+        "mask AP, %",
+        "mask AP50",
+        "steps",
+        "fine-tune",
+    ]
+    return table(head, rows)
+
+
 def ran(_: Path) -> str:
     """One row per hardware and torch: the experiments on record there."""
     found: dict[tuple[str, str], list[str]] = {}
@@ -144,7 +165,7 @@ def ran(_: Path) -> str:
 def written(text: str) -> str:
     """The page with every table made afresh."""
     kinds = {"how": how, "fronts": fronts, "large": large, "scales": scales, "conditioning": conditioning, "ran": ran}
-    kinds["stamps"] = stamps
+    kinds |= {"stamps": stamps, "transfer": transfer}
     kinds |= GOYAL
     return MARKER.sub(lambda found: found[1] + "\n" + kinds[found[3]](ROOT / "runs" / found[2]) + "\n" + found[4], text)
 

@@ -1,6 +1,7 @@
 """The loop is Goyal's update, a run is a pure function of its spec, and a kill changes no bit of it."""
 
 import itertools
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from largebatch.recipe.sampler import ShuffledStream
 from largebatch.records.files import read_lines
 from largebatch.records.schema import RunSpec
 from largebatch.train.checkpoint import load_weights
+from largebatch.train.checkpoint_files import Writer
 from largebatch.train.evaluate import crossing, goal_indices
 from largebatch.train.loop import train
 
@@ -72,6 +74,25 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, stop_at
     whole_weights, resumed_weights = (final_weights(tmp_path / name) for name in ("whole", "killed"))
     for name, weights in whole_weights.items():
         assert torch.equal(weights, resumed_weights[name])
+
+
+def test_a_run_that_fails_leaves_no_save_on_its_way(tmp_path, monkeypatch):
+    """The next one in the same process would find its files changed under it."""
+    finish = Writer.finish
+
+    def slow(self, **options):
+        time.sleep(0.3)
+        finish(self, **options)
+
+    monkeypatch.setattr(Writer, "finish", slow)
+
+    def fail(progress, _loss, _monitor):
+        if progress.step == 3:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        train(linear_task(), replace(SPEC, goals=(1e-9,)), tmp_path, checkpoint_seconds=0.0, on_step=fail)
+    assert sorted(path.name[:5] for path in (tmp_path / "checkpoints").iterdir()) == ["step-", "step-"]
 
 
 def test_a_damaged_checkpoint_costs_steps_and_no_bit(tmp_path):

@@ -13,6 +13,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,11 @@ class Checkpoints:
                 for remains in self.folder.glob(".*.writing"):
                     shutil.rmtree(remains, ignore_errors=True)
             raise _failure(place, error) from error
+
+    def settle(self, seconds: float = 30.0) -> None:
+        """Give what is in flight the time to end, well or not, so that a run that fails leaves nothing behind it."""
+        if self._in_flight is not None:
+            futures.wait([self._in_flight[1]], timeout=seconds)
 
     def load(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Fill `state` from the newest whole checkpoint, whatever workers and sharding wrote it.

@@ -162,6 +162,7 @@ class Run:
             if spec.monitor:
                 self._monitor = stack.enter_context(workers.all_or_none(lambda: self._watch(spread.model)))
             self._checkpoints = Checkpoints(self.folder, group=workers.group)
+            stack.callback(self._checkpoints.settle)
             self._last_saved = time.monotonic()
             with workers.alike():
                 written = self._restore()
