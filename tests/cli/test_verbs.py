@@ -79,12 +79,21 @@ def test_train_prints_every_number_with_its_rule_and_measures_the_noise(tmp_path
     assert result.stdout.strip() == str(tmp_path / "run" / "run.json")
 
 
+SHORT = ("--epochs", 10)  # 1,280 steps
+
+
+@pytest.fixture(scope="module")
+def whole(task, tmp_path_factory):
+    """The short training that nobody stops."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert call("train", task, *SHORT, "--out", out).returncode == 0
+    return out
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_training_that_is_stopped_goes_on_where_it_was(tmp_path, task, how):
-    short = ("--epochs", 10)  # 1,280 steps
-    assert call("train", task, *short, "--out", tmp_path / "whole").returncode == 0
+def test_a_training_that_is_stopped_goes_on_where_it_was(tmp_path, task, whole, how):
     process = subprocess.Popen(
-        [*COMMAND, *map(str, ("train", task, *short, "--out", tmp_path / "out"))],
+        [*COMMAND, *map(str, ("train", task, *SHORT, "--out", tmp_path / "out"))],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -99,10 +108,10 @@ def test_a_training_that_is_stopped_goes_on_where_it_was(tmp_path, task, how):
     else:
         assert process.returncode == 130 and "run the same command again" in " ".join(err.split())
     assert not (tmp_path / "out" / "run.json").exists()
-    result = call("train", task, *short, "--out", tmp_path / "out")
+    result = call("train", task, *SHORT, "--out", tmp_path / "out")
     assert result.returncode == 0, result.stderr
     for name in ("run.json", "steps.jsonl"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert (tmp_path / "out" / name).read_bytes() == (whole / name).read_bytes()
     assert "B_simple" in result.stderr
 
 
