@@ -56,9 +56,16 @@ def check(path: Path) -> None:
     assert returncode == (0 if record["holds"] else 1)
 
 
+LONG = {"allreduce", "gpu", "overlap", "training", "weak_scaling"}
+"""Many processes, or a ResNet-50: their --quick is over its 50 s where tests share the machine, so `make proofs` has it."""
+
 if BENCHMARKS:  # an empty parameter set would count as a skip
 
-    @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+    @pytest.mark.parametrize(
+        "path",
+        [pytest.param(path, marks=[pytest.mark.proofs] if path.stem in LONG else []) for path in BENCHMARKS],
+        ids=lambda path: path.stem,
+    )
     def test_a_benchmark_keeps_the_rule(path: Path):
         if "peers_python" in path.read_text() and not os.path.exists(ROOT / ".venv-peers" / "bin" / "python"):
             pytest.skip("the peers' packages are not installed. Run: make peers")
