@@ -57,7 +57,7 @@ def check(path: Path) -> None:
 
 
 LONG = {"allreduce", "gpu", "overlap", "training", "weak_scaling"}
-"""Many processes, or a ResNet-50: their --quick is over its 50 s where tests share the machine, so `make proofs` has it."""
+"""Many processes, or a ResNet-50: too long for their time where tests share the machine, so `make proofs` has them."""
 
 if BENCHMARKS:  # an empty parameter set would count as a skip
 

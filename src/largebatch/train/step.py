@@ -72,7 +72,6 @@ class Stepper:
         self._check_total(total)
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(step)
-        self.optimizer.zero_grad(set_to_none=True)
         start, local_batch = rank_slice(units, self.spec.batch, self.workers.rank, self.workers.world_size)
         positions = range(start, start + local_batch, self.microbatch)
         loss_sum = torch.zeros((), device=self.workers.device)
@@ -83,6 +82,10 @@ class Stepper:
                 if self.monitor is not None:
                     around.enter_context(self.monitor.microbatch(units=count))
                 loss = self.task.loss(self.spread.model, self.spread.arrange(batch))
+                if position == positions[0]:
+                    # Not before the forward, which would take their memory and leave the backward to ask for new pages:
+                    # a step of ResNet-50 on the CPU then took longer.
+                    self.optimizer.zero_grad(set_to_none=True)
                 # Goyal 2017, remark 3: every loss is divided by the step's total, never by its own share.
                 normalise(loss, total, averaged_over=self.spread.averaged_over).backward()
             loss_sum += loss.detach()
