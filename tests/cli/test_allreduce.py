@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from largebatch.cli.allreduce import _check_place
 from largebatch.cli.app import run
 from largebatch.parallel.choose import Choices
 
@@ -44,6 +45,13 @@ def test_without_torchrun_it_starts_workers_here_and_prints_a_table_for_people()
     assert result.stdout == ""
 
 
+def test_the_look_at_the_place_of_the_table_leaves_no_empty_one(tmp_path):
+    (tmp_path / "old.json").write_text("old")
+    for name in ("new.json", "old.json"):
+        _check_place(tmp_path / name)
+    assert not (tmp_path / "new.json").exists() and (tmp_path / "old.json").read_text() == "old"
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "says"),
     [
@@ -54,6 +62,7 @@ def test_without_torchrun_it_starts_workers_here_and_prints_a_table_for_people()
         (("--calibrate", "--workers", 2, "--out", "/dev/null/table.json"), {}, "another --out"),
         (("--calibrate", "--workers", 1), {}, "greater than or equal to 2"),
         (("--calibrate", "--workers", 2, "--seconds", 0), {}, "greater than or equal to 0.1"),
+        (("--calibrate", "--workers", 2, "--seconds", "inf"), {}, "--seconds is 3600 at most"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_exit_code_2(arguments, environment, says, monkeypatch, capsys):

@@ -105,6 +105,8 @@ def test_a_task_with_its_data_has_the_same_without_a_curve(cli):
         (("imagenet", "--gpus", 100_000), ("3200000", "1281167")),
         (("imagenet", "--images-per-second", 0), ("--images-per-second", "above 0")),
         (("imagenet", "--images-per-second", "nan"), ("--images-per-second", "above 0")),
+        (("imagenet", "--images-per-second", "1e-320"), ("--images-per-second", "from 1e-06 to 1e+12")),
+        (("imagenet", "--images-per-second", "1e308"), ("--images-per-second", "from 1e-06 to 1e+12")),
         (("imagenet", "--gpus", 0), ("--gpus", "1")),
         (("imagenet", "--local-batch", -1), ("--local-batch", "1")),
     ],

@@ -92,8 +92,36 @@ def test_what_was_asked_for_is_what_is_simulated(cli):
         (("--backward", "1ms", "--gpus", "8", "--goal", 0.9), "the goal is sought on more than 8 GPUs"),
         (("--backward", "1ms", "--gpus", "8,9", "--goal", 97), "the goal is an efficiency above 0 and below 1"),
         (("--backward", "1ms", "--gpus", "8", "--trace", "no/such/folder"), "the trace cannot be written"),
+        (("--backward", "1e308s"), "--backward is 1e+06 s at most; got '1e308s'"),
+        (("--backward", "1ms", "--other", "1e308s"), "--other is 1e+06 s at most"),
+        (("--backward", "1ms", "--latency", "1e308s"), "--latency is 1e+06 s at most"),
+        (("--backward", "1ms", "--network", "1e-320gbit"), "--network is a bandwidth from"),
+        (("--backward", "1ms", "--intra", "1e300gbit"), "--intra is a bandwidth from"),
+        (("--backward", "1ms", "--bucket", "1e300GB"), "--bucket is 1e+15 bytes at most"),
+        (("--backward", "1ms", "--jitter", "1e308"), "--jitter is 1 at most"),
+        (("--backward", "1ms", "--slow-link", 1e308), "--slow-link is 1e+06 times at most"),
+        (("--backward", "1ms", "--gpus", "9" * 400), "--gpus is 1,000,000,000 at most"),
+        (("--backward", "1ms", "--gpus", "9" * 5000), "one has more than 4,000 digits"),
+        (("--backward", "1ms", "--per-gpu", 10**400), "--per-gpu is 1,000,000,000 at most"),
+        (("--backward", "1ms", "--concurrency", 10**30), "--concurrency is 1,000,000,000 at most"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(cli, arguments, says):
     code, out, err = cli(*arguments)
     assert code == 2 and says in err and out == "" and "Traceback" not in err
+
+
+def test_more_in_flight_than_there_are_buckets_costs_and_changes_nothing(cli, tmp_path):
+    common = ("--backward", "60ms", "--gpus", "16", "--bucket", "25MB", "--json", "--trace", tmp_path / "step.json")
+    (some,), (many,) = (
+        json.loads(cli(*common, "--concurrency", number)[1])["points"] for number in (100, 1_000_000_000)
+    )
+    assert many | {"concurrency": 100} == some
+
+
+@pytest.mark.parametrize("jitter", ["1e-9", "1e-320"])
+def test_a_straggler_is_late_by_all_it_is_late_by_however_small_the_jitter(cli, jitter):
+    common = ("--backward", "60ms", "--gpus", "256", "--straggler", "5ms", "--json", "--jitter")
+    code, out, err = cli(*common, jitter)
+    assert code == 0, err
+    assert json.loads(out)["points"][0]["waiting_ms"] == pytest.approx(5, abs=1e-4)

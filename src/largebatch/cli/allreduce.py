@@ -37,6 +37,9 @@ Example: largebatch allreduce --calibrate --workers 4
 """
 
 
+_MOST_SECONDS = 3600.0
+
+
 def allreduce_command(
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure; there is nothing else to do yet.")] = False,
     workers: Annotated[
@@ -49,6 +52,8 @@ def allreduce_command(
     """Calibrate, and let worker 0 print the table."""
     if not calibrate:
         raise ConfigError("say what to do: largebatch allreduce --calibrate measures this cluster's all-reduces.")
+    if seconds > _MOST_SECONDS:
+        raise ConfigError(f"--seconds is {_MOST_SECONDS:g} at most, an hour; got {seconds:g}.")
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     if workers is not None:
         if given:
@@ -144,7 +149,10 @@ def _check_place(out: Path | None) -> None:
     if out is not None:
         with _writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
+            new = not out.exists()
             out.open("a").close()
+            if new:  # who stops before the table is there finds no empty one
+                out.unlink()
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ Example: largebatch recipe imagenet --gpus 64 --local-batch 128
 """
 
 _MOST_PER_NODE = 8
+_RATES = (1e-6, 1e12)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +90,11 @@ def describe(
     """
     if images_per_second is not None and not (images_per_second > 0 and math.isfinite(images_per_second)):
         raise ConfigError(f"--images-per-second is a number above 0; got {images_per_second!r}.")
+    if images_per_second is not None and not _RATES[0] <= images_per_second <= _RATES[1]:
+        raise ConfigError(
+            f"--images-per-second is from {_RATES[0]:g} to {_RATES[1]:g}, what one GPU trains; got "
+            f"{images_per_second!r}."
+        )
     recipe, forward = known.recipe, known.microbatch
     resolved = recipe.resolve(batch, known.num_examples, world_size=gpus)
     local = resolved.local_batch

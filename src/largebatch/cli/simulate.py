@@ -44,6 +44,9 @@ Example: largebatch simulate --model resnet50 --gpus 8,256 --network 10gbit --ba
 """
 
 
+_MOST_TIMES = 1e6
+
+
 def simulate_command(
     backward: Annotated[str, typer.Option(help="One GPU's backward of --per-gpu units, such as 120ms.")],
     model: Annotated[str, typer.Option(help="One of the models that are built in.")] = "resnet50",
@@ -77,7 +80,7 @@ def simulate_command(
     backward_seconds = read.seconds(backward, "--backward")
     ratio = GOYAL_2017.other_seconds / BACKWARD_SECONDS
     workload = Workload(
-        profile=known_profile(model).scaled(backward_seconds), per_gpu=per_gpu,
+        profile=known_profile(model).scaled(backward_seconds), per_gpu=read.count(per_gpu, "--per-gpu"),
         other_seconds=ratio * backward_seconds if other is None else read.seconds(other, "--other"),
     )  # fmt: skip
     cluster = Cluster(
@@ -87,6 +90,9 @@ def simulate_command(
     )  # fmt: skip
     if algorithm is not None and algorithm not in BETWEEN_HOSTS:
         raise ConfigError(f"--algorithm is one of {', '.join(BETWEEN_HOSTS)}; got {algorithm!r}.")
+    read.count(concurrency, "--concurrency")
+    if slow_link > _MOST_TIMES:
+        raise ConfigError(f"--slow-link is {_MOST_TIMES:g} times at most; got {slow_link:g}.")
     sizes = BUCKET_BYTES if bucket is None else (read.num_bytes(bucket, "--bucket"),)
     rows: list[tuple[Point, dict[str, Point]]] = []
     for count in counts:

@@ -65,7 +65,8 @@ def run_buckets(buckets: Sequence[Bucket], concurrency: int = 1) -> list[Span]:
     if concurrency < 1:
         raise ConfigError(f"concurrency is 1 or more all-reduces in flight; got {concurrency!r}.")
     now, spans = 0.0, list[Span]()
-    lanes = [list(range(lane, len(buckets), concurrency)) for lane in range(concurrency)]
+    used = min(concurrency, len(buckets))  # a lane without a bucket only costs time
+    lanes = [list(range(lane, len(buckets), concurrency)) for lane in range(used)]
     for lane in lanes:
         lane.reverse()
     running: dict[int, _Running] = {}

@@ -36,7 +36,7 @@ def expected_latest(num_workers: int, late: float = 0.0) -> float:
     if num_workers == 1:
         return late
     # E[max] = a + the integral from a of 1 - F, where F(a) = 0; F is the product of the workers' own.
-    low, high = -_REACH, _REACH + late
+    low, high = late - _REACH, late + _REACH  # before it the late one is not there yet
     width = (high - low) / _STEPS
     points = [low + step * width for step in range(_STEPS + 1)]
     values = [1 - _normal(x) ** (num_workers - 1) * _normal(x - late) for x in points]

@@ -102,7 +102,7 @@ def simulate_point(workload: Workload, gpus: int, cluster: Cluster, plan: Plan) 
     exposed = max([0.0, *(span.stop - backward for span in spans)])
     spread = cluster.jitter * workload.compute_seconds
     late = cluster.straggler_seconds
-    latest = spread * expected_latest(gpus, late / spread) if spread > 0 else late
+    latest = spread * expected_latest(gpus, late / spread) if spread > late * 1e-9 else late
     iteration = workload.compute_seconds + latest + exposed
     busy = sum(phase.busy for bucket in buckets for phase in bucket.phases if phase.link == "between")
     return Point(

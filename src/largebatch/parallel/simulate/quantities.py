@@ -14,6 +14,9 @@ _BYTES_PER_SECOND = {
 }  # fmt: skip
 _BYTES = {"b": 1.0, "kb": 2.0**10, "mb": 2.0**20, "gb": 2.0**30}
 
+_MOST_SECONDS, _MOST_BYTES, _MOST_COUNT = 1e6, 1e15, 10**9
+_RATES = (1e-6, 1e18)
+
 
 def seconds(text: str, name: str) -> float:
     """Seconds of a text such as "120ms" or "20us"; `name` is who asks.
@@ -21,7 +24,9 @@ def seconds(text: str, name: str) -> float:
     >>> seconds("120ms", "--backward")
     0.12
     """
-    return _quantity(text, name, _SECONDS, "a time such as 120ms, 20us or 0.2s")
+    return _at_most(
+        _quantity(text, name, _SECONDS, "a time such as 120ms, 20us or 0.2s"), _MOST_SECONDS, " s", text, name
+    )
 
 
 def bytes_per_second(text: str, name: str) -> float:
@@ -33,6 +38,8 @@ def bytes_per_second(text: str, name: str) -> float:
     rates = _quantity(text, name, _BYTES_PER_SECOND, "a bandwidth such as 50gbit, 800mbit or 6.25GB/s")
     if rates <= 0:
         raise ConfigError(f"{name} is a bandwidth above 0; got {text!r}.")
+    if not _RATES[0] <= rates <= _RATES[1]:
+        raise ConfigError(f"{name} is a bandwidth from {_RATES[0]:g} to {_RATES[1]:g} bytes a second; got {text!r}.")
     return rates
 
 
@@ -42,7 +49,7 @@ def num_bytes(text: str, name: str) -> float:
     >>> num_bytes("25MB", "--bucket") == 25 * 2**20
     True
     """
-    return _quantity(text, name, _BYTES, "a size such as 25MB or 512KB")
+    return _at_most(_quantity(text, name, _BYTES, "a size such as 25MB or 512KB"), _MOST_BYTES, " bytes", text, name)
 
 
 def share(text: str, name: str) -> float:
@@ -51,7 +58,7 @@ def share(text: str, name: str) -> float:
     >>> share("9%", "--jitter")
     0.09
     """
-    return _quantity(text, name, {"%": 0.01, "": 1.0}, "a part such as 9% or 0.09")
+    return _at_most(_quantity(text, name, {"%": 0.01, "": 1.0}, "a part such as 9% or 0.09"), 1.0, "", text, name)
 
 
 def counts(text: str, name: str) -> list[int]:
@@ -61,9 +68,28 @@ def counts(text: str, name: str) -> list[int]:
     [8, 256]
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isascii() and part.isdigit() and part.strip("0") for part in parts):
         raise ConfigError(f"{name} is a list of whole numbers of 1 or more, such as 8,64,256; got {text!r}.")
-    return sorted({int(part) for part in parts})
+    if any(len(part) > 4000 for part in parts):  # what Python itself refuses to read
+        raise ConfigError(f"{name} is a list of numbers of {_MOST_COUNT:,} at most; one has more than 4,000 digits.")
+    return sorted({count(int(part), name) for part in parts})
+
+
+def count(value: int, name: str) -> int:
+    """The same whole number, where it is one that can be reckoned with.
+
+    >>> count(1000, "--concurrency")
+    1000
+    """
+    if value > _MOST_COUNT:
+        raise ConfigError(f"{name} is {_MOST_COUNT:,} at most; got {value}.")
+    return value
+
+
+def _at_most(value: float, most: float, unit: str, text: str, name: str) -> float:
+    if value > most:
+        raise ConfigError(f"{name} is {most:g}{unit} at most; got {text!r}.")
+    return value
 
 
 def _quantity(text: str, name: str, units: dict[str, float], example: str) -> float:

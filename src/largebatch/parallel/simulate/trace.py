@@ -25,10 +25,10 @@ def trace_events(workload: Workload, cluster: Cluster, points: list[Point]) -> d
     for number, point in enumerate(points):
         title = f"{point.gpus} GPUs: one of {point.hosts} hosts that are alike, {point.plan.algorithm}"
         events.append({"ph": "M", "pid": number, "tid": 0, "name": "process_name", "args": {"name": title}})
+        spans = timeline(workload, point.gpus, cluster, point.plan)
+        used = max((span.lane + 1 for span in spans), default=0)
         rows = ["compute of the last worker"]
-        rows += [
-            f"all-reduce in flight, {lane + 1} of {point.plan.concurrency}" for lane in range(point.plan.concurrency)
-        ]
+        rows += [f"all-reduce in flight, {lane + 1} of {point.plan.concurrency}" for lane in range(used)]
         for row, name in enumerate(rows):
             events.append({"ph": "M", "pid": number, "tid": row, "name": "thread_name", "args": {"name": name}})
         begin = point.latest_seconds + workload.other_seconds
@@ -39,7 +39,7 @@ def trace_events(workload: Workload, cluster: Cluster, points: list[Point]) -> d
         for layer in workload.profile.layers:
             events.append(_event(number, 0, f"backward {layer.name}", now, now + layer.seconds, bytes=layer.num_bytes))
             now += layer.seconds
-        for span in timeline(workload, point.gpus, cluster, point.plan):
+        for span in spans:
             name, bucket = f"{span.name}, bucket {span.bucket}", span.bucket
             start, stop = begin + span.start, begin + span.stop
             events.append(_event(number, 1 + span.lane, name, start, stop, bucket=bucket, link=span.link))
