@@ -1,6 +1,7 @@
 """`largebatch simulate` answers for the paper's cluster, says what would help, and refuses in one sentence."""
 
 import json
+import resource
 import signal
 
 import pytest
@@ -125,3 +126,15 @@ def test_a_straggler_is_late_by_all_it_is_late_by_however_small_the_jitter(cli, 
     code, out, err = cli(*common, jitter)
     assert code == 0, err
     assert json.loads(out)["points"][0]["waiting_ms"] == pytest.approx(5, abs=1e-4)
+
+
+def test_a_disk_that_is_full_leaves_the_trace_that_was_there(cli, tmp_path):
+    (tmp_path / "step.json").write_text("old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        code, out, err = cli("--backward", "1ms", "--gpus", "8", "--trace", "step.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2 and out == "" and "the trace cannot be written to step.json" in err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("step.json", "old")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -132,8 +133,18 @@ def _intra(text: str) -> LinkCost:
 
 
 def _write(path: Path, text: str) -> None:
+    into = path.resolve()
+    whole = into.is_file() or not into.exists()  # a pipe or a device is written to, never replaced
+    written = into.with_name(f".{into.name}.{os.getpid()}.tmp") if whole else into
     try:
-        path.write_text(text)
+        try:
+            written.write_text(text)
+            if whole:
+                written.replace(into)
+        except BaseException:
+            if whole:
+                written.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise StorageError(f"the trace cannot be written to {path} ({error.strerror}); give another --trace.") from None
 
