@@ -152,6 +152,18 @@ def transfer(folder: Path) -> str:
     return table(head, rows)
 
 
+def training(folder: Path) -> str:
+    """One row per training: the held-out error after some of its epochs."""
+    rows = []
+    for row in json.loads((folder / "result.json").read_text())["rows"]:
+        epochs = row["epochs"]
+        marks = [epochs[len(epochs) * part // 4 - 1] for part in (1, 2, 3, 4)]
+        errors = [f"{100 * mark['error']:.1f} ({mark['epoch']:g})" for mark in marks]
+        rows.append([str(row["batch"]), f"{row['lr']:g}", str(row["steps"]), *errors, f"{row['seconds']:.0f} s"])
+    head = ["batch", "peak lr", "steps", *["error, % (epoch)"] * 4, "time"]
+    return table(head, rows)
+
+
 def ran(_: Path) -> str:
     """One row per hardware and torch: the experiments on record there."""
     found: dict[tuple[str, str], list[str]] = {}
@@ -165,7 +177,7 @@ def ran(_: Path) -> str:
 def written(text: str) -> str:
     """The page with every table made afresh."""
     kinds = {"how": how, "fronts": fronts, "large": large, "scales": scales, "conditioning": conditioning, "ran": ran}
-    kinds |= {"stamps": stamps, "transfer": transfer}
+    kinds |= {"stamps": stamps, "transfer": transfer, "training": training}
     kinds |= GOYAL
     return MARKER.sub(lambda found: found[1] + "\n" + kinds[found[3]](ROOT / "runs" / found[2]) + "\n" + found[4], text)
 

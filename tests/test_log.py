@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLES = {
     "noise_scales_fashion_mnist": ("scales",), "conditioning_quadratic": ("conditioning",),
     "goyal_curves": ("joined", "forecasts"), "stamps_table3b": ("stamps",),
-    "stamps_table3a": ("transfer",),
+    "stamps_table3a": ("transfer",), "openclipart": ("training",),
 }  # fmt: skip
 """Tables of runs that are no studies."""
 

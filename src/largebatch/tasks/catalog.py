@@ -64,7 +64,7 @@ TASKS: dict[str, tuple[str, Callable[..., Task]]] = {
     "imagenet-resnet18": ("the same with the smaller ResNet-18", partial(_imagenet, model="resnet18")),
     "imagenet-resnet101": ("the same with the larger ResNet-101", partial(_imagenet, model="resnet101")),
     "mnist": ("real digits of 28x28 pixels, all 70,000 or 10,000 of them, a small CNN: minutes", _mnist),
-    "openclipart": ("6,254 drawings in 10 classes at 32 pixels, ResNet-8: ImageNet's stand-in, minutes", _openclipart),
+    "openclipart": ("6,174 drawings in 10 classes at 32 pixels, ResNet-8: ImageNet's stand-in, minutes", _openclipart),
     "stamps": ("1,900 photographs with stamps pasted on, boxes and masks, a small Mask R-CNN: half an hour", _stamps),
 }
 """Name -> (one line about it, what makes it from --data and, where it takes one, --backbone)."""
