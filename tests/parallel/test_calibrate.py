@@ -130,7 +130,7 @@ def test_without_a_job_it_says_how_to_start_one():
 
 
 def alone(rank):
-    return calibrate(seconds=0.1, max_bytes=1 << 10)(1024)
+    return calibrate(seconds=0.1)(1024)
 
 
 def test_one_rank_alone_takes_any():

@@ -143,6 +143,26 @@ def train_in_context(rank, victim, act):
     return None
 
 
+def unevenly(rank):
+    """Rank 0 is done and has left when rank 1 fails after its last step."""
+    model = make_model(nothing)
+    try:
+        with pipelined_allreduce(model, algorithm="ring", timeout=TIMEOUT):
+            model(torch.randn(4, 30), False).square().mean().backward()
+            torch.distributed.barrier()
+            if rank == 1:
+                time.sleep(1.0)
+                raise RuntimeError("out of memory")
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    time.sleep(4.0)
+    return "done", ""
+
+
+def test_one_that_is_done_before_another_fails_is_not_blamed():
+    assert survivors(2, (), unevenly) == {0: ("done", ""), 1: ("RuntimeError", "out of memory")}
+
+
 def test_an_error_of_one_rank_alone_is_told_to_the_others_in_its_own_words():
     found = survivors(3, [], train_in_context, 1, own_error)
     assert type(found[1]) is ValueError

@@ -5,17 +5,21 @@ rounding only (1e-12), and a gradient that is missing, doubled or divided twice 
 """
 
 import contextlib
+import gc
 import json
+import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from largebatch.errors import ConfigError
 from largebatch.noise.monitor import NoiseScaleMonitor
 from largebatch.parallel.choose import Choices
-from largebatch.parallel.hook import pipelined_allreduce
+from largebatch.parallel.hook import _sq_norm, pipelined_allreduce
 from largebatch.parallel.topology import Topology
 from workers import on_workers
 
@@ -321,6 +325,65 @@ def refused(rank):
     except ConfigError as error:
         said.append(str(error))
     return said
+
+
+def recomputed(rank, hooked):
+    """Gradients after 3 steps of layers that are computed again in a backward inside the backward."""
+    torch.manual_seed(1)
+    layers = nn.Sequential(*(nn.Linear(30, 30) for _ in range(6))).double()
+    model = DistributedDataParallel(Recomputing(layers), bucket_cap_mb=0.005)
+    with pipelined_allreduce(model, algorithm="ring", timeout=20.0) if hooked else contextlib.nullcontext():
+        for step in range(3):
+            x = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+            model(x.requires_grad_()).square().mean().backward()
+    return [parameter.grad.tolist() for parameter in model.parameters()]
+
+
+class Recomputing(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def test_a_backward_inside_the_backward_ends_with_the_same_gradients():
+    (ours, same), (theirs, _) = on_workers(2, recomputed, True, seconds=60), on_workers(2, recomputed, False)
+    assert ours == same
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-11, atol=1e-13)
+
+
+def dropped(rank):
+    """Threads that are left after a hook that was refused, and after a model that nobody has any more."""
+    before = threading.active_count()
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    handle = pipelined_allreduce(model, algorithm="ring", timeout=5.0)
+    running = threading.active_count()
+    with pytest.raises(ConfigError, match="one hook"):
+        pipelined_allreduce(model, algorithm="ring", timeout=5.0)
+    after_refusal = threading.active_count()
+    handle.close()
+    left = threading.active_count()
+    gone = weakref.ref(handle)
+    del handle, model
+    gc.collect()
+    return running - before, after_refusal - running, left - before, gone() is None
+
+
+def test_a_hook_that_is_refused_or_closed_leaves_no_thread_and_no_object():
+    assert on_workers(2, dropped) == [(3, 0, 0, True)] * 2  # two lanes and the roll call
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_squared_norm_of_a_large_bucket_is_that_in_float64(dtype):
+    """Where all values are alike, every addition rounds the same way: float32 over a million is 5e-4 off."""
+    values = torch.full((3_000_001,), 0.1, dtype=dtype)
+    exact = float(values[0].double()) ** 2 * len(values)
+    assert float(_sq_norm(values)) == pytest.approx(exact, rel=1e-9)
 
 
 def test_what_cannot_be_is_refused_in_a_sentence():

@@ -95,6 +95,22 @@ def test_a_run_that_fails_leaves_no_save_on_its_way(tmp_path, monkeypatch):
     assert sorted(path.name[:5] for path in (tmp_path / "checkpoints").iterdir()) == ["step-", "step-"]
 
 
+def test_a_save_that_fails_beside_a_run_that_fails_is_said_and_leaves_nothing(tmp_path, monkeypatch, caplog):
+    def full(self, **options):
+        time.sleep(0.2)
+        raise OSError(28, "No space left on device")
+
+    def fail(progress, _loss, _monitor):
+        if progress.step == 2:  # the save of step 1 is on its way
+            raise KilledError
+
+    monkeypatch.setattr(Writer, "finish", full)
+    with pytest.raises(KilledError):
+        train(linear_task(), replace(SPEC, goals=(1e-9,)), tmp_path, checkpoint_seconds=0.0, on_step=fail)
+    assert "No space left" in caplog.text
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
 def test_a_damaged_checkpoint_costs_steps_and_no_bit(tmp_path):
     task, spec = linear_task(), replace(SPEC, goals=(1e-9,))
     whole = train(task, spec, tmp_path / "whole")

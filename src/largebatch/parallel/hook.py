@@ -8,24 +8,27 @@
 Each bucket starts when it is ready, in one of a few lanes with process groups of their own (`lanes` has the order).
 While one bucket is between hosts, the next is added up inside them.
 
-The backward itself raises the typed error: the first bucket's hook queues a callback with the autograd engine, which
-runs before DDP's own and waits for the lanes. An exception there leaves `backward()` as it is, where one set on the
-hook's future arrives as a bare RuntimeError. Nothing is patched.
+The backward itself raises the typed error: the last bucket's hook queues a callback with the autograd engine, which
+runs just before DDP's own, in the same graph task (a reentrant backward has one of its own), and waits for the lanes.
+An exception there leaves `backward()` as it is, where one set on the hook's future arrives as a bare RuntimeError.
+Nothing is patched.
 """
 
 from __future__ import annotations
 
 import math
+import uuid
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, ParamSpec, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.errors import ConfigError
@@ -39,6 +42,7 @@ from largebatch.parallel.routes import Route, UnreachedError
 from largebatch.parallel.topology import Topology, find_topology
 from largebatch.parallel.transport import PeerLostError
 
+P = ParamSpec("P")
 Choose = Callable[[int], str]
 """The algorithm's name for a bucket of so many bytes; the same on every rank."""
 
@@ -54,9 +58,13 @@ class Bucket(Protocol):
         """Its number in this backward."""
         ...
 
+    def is_last(self) -> bool:
+        """Whether DDP ends the backward after it."""
+        ...
 
-CHUNK = 1 << 20
-"""Elements whose squares are added up in their own dtype."""
+
+CHUNK = 1 << 16
+"""Elements whose squares are added up at a time: in float64 they stay in the cache."""
 
 
 class PipelinedAllreduce:
@@ -82,23 +90,42 @@ class PipelinedAllreduce:
         self.choose = choose
         """The algorithm's name for a bucket of so many bytes; `Choices` where "auto" has measured it."""
         self._world_size, self._on_local_sq_norm = len(ranks), on_local_sq_norm
-        self._lanes = Lanes(concurrency, self._on_error)
+        self._roll: RollCall | None = None
+        self._lanes = Lanes(concurrency, _weakly(self._on_error))
+        try:
+            self._join(model, ranks, concurrency, topology, uses_backend, inside, wire, timeout)
+        except BaseException:
+            _end_threads(self._roll, self._lanes)
+            raise
+        # A thread of ours that is inside torch when the interpreter ends would abort the process.
+        weakref.finalize(self, _end_threads, self._roll, self._lanes)
+
+    def _join(
+        self, model: DistributedDataParallel, ranks: list[int], concurrency: int, topology: Topology,
+        uses_backend: bool, inside: str | None, wire: torch.dtype | None, timeout: float,
+    ) -> None:  # fmt: skip
+        """Make the groups, the roll call and the routes, and hang on DDP's buckets."""
         patience = PATIENCE * timeout
         messages = [_new_group(ranks, "gloo", patience) for _ in range(concurrency)]
-        backend = dist.get_backend_config(group)
+        backend = dist.get_backend_config(self._model_group)
         wholes = [_new_group(ranks, backend, patience) for _ in range(concurrency)] if uses_backend else []
         place = ranks.index(dist.get_rank())
         local = [ranks[other] for other in topology.ranks_of(topology.hosts[place])]
         insides = [_new_group(local, inside, patience) for _ in range(concurrency)] if inside else []
         self._groups = [*messages, *wholes, *insides]
-        store = messages[0].get_group_store()  # under a prefix of this group's own
-        self._roll = RollCall(store, rank=dist.get_rank(), ranks=ranks, timeout=timeout, on_lost=self._on_lost)
+        # A name of its own, since the group's comes again after destroy_process_group; and a client of its own, since
+        # a thread that waits for a key keeps all others of its client waiting.
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, group=messages[0], group_src=0)
+        store = PrefixStore(name[0], _own_client(messages[0].get_group_store()))
+        roll = RollCall(store, rank=dist.get_rank(), ranks=ranks, timeout=timeout, on_lost=_weakly(self._on_lost))
+        self._roll = roll
         self._routes = [
             Route(
-                lane=lane, roll=self._roll, topology=topology, wire=wire,
+                lane=lane, roll=roll, topology=topology, wire=wire,
                 whole=wholes[lane] if wholes else None, inside=insides[lane] if insides else None,
                 transport=Observed(
-                    GroupTransport(messages[lane], timeout=self._roll.patience), self._roll, lane, ranks
+                    GroupTransport(messages[lane], timeout=roll.patience), roll, lane, ranks
                 ),
             )
             for lane in range(concurrency)
@@ -106,9 +133,12 @@ class PipelinedAllreduce:
         self._streams: dict[int, torch.cuda.Stream] = {}
         hook: Any = lambda _, bucket: self._start(bucket)  # noqa: E731  (DDP refuses annotations that are strings)
         hook.__name__ = "allreduce_hook"  # as torch calls what leaves the mean gradient; the noise scale monitor asks
-        model.register_comm_hook(None, hook)
-        # A thread of ours that is inside torch when the interpreter ends would abort the process.
-        weakref.finalize(self, _end_threads, self._roll, self._lanes)
+        try:
+            model.register_comm_hook(None, hook)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"DDP does not take this hook ({said_by(error)}). Wrap the model anew, and give it one hook."
+            ) from error
 
     def check(self) -> None:
         """Raise PeerLostError if a rank was lost, as the next backward would."""
@@ -119,7 +149,8 @@ class PipelinedAllreduce:
         """End the threads and the process groups; the model can take no further backward with gradient sync."""
         if not self._groups:
             return
-        self._roll.close()
+        if self._roll is not None:
+            self._roll.close()
         self._lanes.close()
         if self._lanes.error is None:  # a group with a lost peer may not end by itself: its process does
             for group in self._groups:
@@ -134,7 +165,8 @@ class PipelinedAllreduce:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close; an error from inside is told to the other ranks, and one that a lost rank has caused is named."""
-        if error is not None and self._lanes.error is None:
+        is_end = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+        if error is not None and not is_end and self._lanes.error is None and self._roll is not None:
             self._roll.confess("outside of the all-reduces", error)
         lost = self._lanes.error
         self.close()
@@ -143,7 +175,7 @@ class PipelinedAllreduce:
 
     def _start(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         values, number = bucket.buffer(), bucket.index()
-        if number == 0:  # the first of a backward; DDP queues its own callback after the last
+        if bucket.is_last():  # DDP queues its own callback when this returns
             Variable._execution_engine.queue_callback(self._lanes.drain)  # pyright: ignore
         on_device = values.device.type == "cuda"
         done = torch.futures.Future[Tensor](devices=[values.device]) if on_device else torch.futures.Future[Tensor]()
@@ -181,6 +213,7 @@ class PipelinedAllreduce:
 
     def _on_error(self, lane: int, error: BaseException) -> None:
         """In a lane's thread: find out with the others who was lost, or tell them that it is this rank."""
+        assert self._roll is not None, "lanes have work once the hook is registered"
         if isinstance(error, PeerLostError):
             is_gone = self._roll.waited(lane) < 0.9 * self._roll.patience
             self._roll.alarm((error.rank,), error.phase, said_by(error), is_gone=is_gone)
@@ -217,13 +250,15 @@ def pipelined_allreduce(
         model: in DistributedDataParallel, without another communication hook; every rank calls this alike.
         algorithm: a name ("ring", "halving_doubling", "hierarchical", "hierarchical_sharded", "backend" for the process
             group's own), a function of a bucket's bytes that gives one and is the same on all ranks, or "auto": the
-            fastest for each size, measured here and now in a few seconds (`calibrate`; on GPUs, where nothing has
-            been measured, the backend's own). To repeat a run to the bit, keep the handle's `choose` and pass it.
+            fastest for each size of those timed here and now, in a few seconds (`calibrate`: in float32, one at a time,
+            with no backward beside it; on GPUs, where nothing has been measured, the backend's own). To repeat a run to
+            the bit, keep the handle's `choose` and pass it.
         concurrency: all-reduces that run at once, each with process groups of its own.
         topology: which ranks share a host; None finds out by the hosts' names.
         inside: backend for the reduce and the broadcast inside a host of the hierarchical ones; None is "nccl" for a
             model on GPUs, and messages of our own for one on the CPU.
-        wire: dtype that our own messages are sent in, summed in float32; None sends the gradients' own.
+        wire: dtype that our own messages are sent in, summed in float32; None sends the gradients' own. What goes by
+            the backend travels in the gradients' own dtype.
         timeout: seconds within which a rank that is gone or hangs is named on all others. One that is as late as 0.7 of
             it, by whatever cause, counts as hanging.
         on_local_sq_norm: called in a thread of ours with a bucket's number and the squared norm (0-dim, float64) of
@@ -270,8 +305,27 @@ def _always(name: str) -> Choose:
     return lambda _: name
 
 
-def _end_threads(roll: RollCall, lanes: Lanes) -> None:
-    roll.close()
+def _weakly(method: Callable[P, None]) -> Callable[P, None]:
+    """Calls the method while its object lives: threads that know it must not keep it alive."""
+    known = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        if (found := known()) is not None:
+            found(*args, **kwargs)
+
+    return call
+
+
+def _own_client(store: Store) -> Store:
+    try:
+        return store.clone()
+    except RuntimeError:  # a store of files or of one process has no connection to share
+        return store
+
+
+def _end_threads(roll: RollCall | None, lanes: Lanes) -> None:
+    if roll is not None:
+        roll.close()
     lanes.stop(ConfigError("the process ends."))
     lanes.close()
 
@@ -283,9 +337,9 @@ def _new_group(ranks: list[int], backend: str, timeout: float) -> dist.ProcessGr
 
 
 def _sq_norm(values: Tensor) -> Tensor:
-    """In float64 over chunks, which is as fast as one sum in float32 and exact to 1e-6."""
+    """In float64: torch.dot of a million float32 is 5e-4 off where all are alike."""
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     for chunk in values.split(CHUNK):
-        wide = chunk if chunk.dtype in (torch.float32, torch.float64) else chunk.float()
+        wide = chunk.double()
         total += torch.dot(wide, wide)
     return total

@@ -200,6 +200,8 @@ class RollCall:
                 self._woken.wait(self._pause)
                 if self._own is None:
                     self._woken.clear()
+            if not self._decided.is_set():  # one that has left is not one that is lost: it waits for nobody
+                self._store.set(f"{_HERE}/{self._rank}", "[]")
         except (RuntimeError, OSError) as error:  # torch's DistError: the store's host is gone
             if not self._closed.is_set():
                 self._decide(self._without_store(f"said {str(error).splitlines()[0][:200]!r}"))

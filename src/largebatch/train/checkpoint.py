@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from largebatch.errors import CheckpointError
+from largebatch.errors import CheckpointError, StorageError
 from largebatch.records.files import storage_error, write_atomic
 from largebatch.train.workers import WorkerLostError
 
@@ -108,9 +108,16 @@ class Checkpoints:
             raise _failure(place, error) from error
 
     def settle(self, seconds: float = 30.0) -> None:
-        """Give what is in flight the time to end, well or not, so that a run that fails leaves nothing behind it."""
-        if self._in_flight is not None:
-            futures.wait([self._in_flight[1]], timeout=seconds)
+        """Give what is in flight up to `seconds` to end: a run that fails should leave nothing on its way behind it."""
+        if self._in_flight is None or not futures.wait([self._in_flight[1]], timeout=seconds).done:
+            return
+        try:
+            self.wait()
+        except StorageError as error:  # what ends the run is said by whoever raised it; this, beside it
+            if self._rank == 0:
+                logger.warning("%s", error)
+        except RuntimeError as error:  # a worker that is lost ends the run itself
+            logger.debug("%s", error)
 
     def load(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Fill `state` from the newest whole checkpoint, whatever workers and sharding wrote it.

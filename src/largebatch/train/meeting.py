@@ -3,7 +3,8 @@
 torchrun keeps one store over its restarts, and torch lets the new workers read the addresses of the old: they wait for
 ports that nobody listens at, some for 5 s and some without end (torch 2.14, with --master-port). So the workers agree
 on a prefix that was never used: each says a word of its own, drawn anew, and takes the prefix only from an answer to
-that word, which nobody dead can have given.
+that word, which nobody who died before can have given. It takes that one job
+has the store and that nobody of an earlier attempt still lives, which torchrun sees to before it starts new ones.
 """
 
 from __future__ import annotations

@@ -43,7 +43,9 @@ def step_time(
 
 
 def step_bound(ready_s: Sequence[float], comm_s: Sequence[float]) -> float:
-    """What no step over one wire can be shorter than: max over i of ready_i + the sum of comm_j for j >= i.
+    """What no step is shorter than whose buckets travel in this order: max over i of ready_i + sum of comm_j, j >= i.
+
+    One at a time, or several at once if all of `comm_s` is transfer: latencies of several would overlap.
 
     >>> step_bound([1.0, 2.0, 3.0], [0.5, 2.0, 1.0])
     5.0
